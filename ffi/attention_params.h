@@ -1,0 +1,74 @@
+// The one description of a prefill-attention call that every kernel takes: the problem (what a
+// kernel is chosen by) and the problem with its data. No XLA, no CUDA, no Python in here: the CPU
+// kernel, the CUDA kernels and the standalone harness all include it. Filled by ffi/decode.cc.
+
+#ifndef JAX_FA_FFI_ATTENTION_PARAMS_H_
+#define JAX_FA_FFI_ATTENTION_PARAMS_H_
+
+#include <cmath>
+#include <cstdint>
+
+namespace jax_fa {
+
+enum class DType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
+
+constexpr const char* DTypeName(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return "float32";
+    case DType::kFloat16:
+      return "float16";
+    case DType::kBFloat16:
+      return "bfloat16";
+  }
+  return "unknown";
+}
+
+constexpr int64_t DTypeBytes(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
+// Positions are int32, so a slot index is one too. The margin lets a kernel round a length up to
+// its tile and add one tile without leaving int32.
+constexpr int64_t kMaxKvLen = (int64_t{1} << 31) - 4096;
+
+// What the choice of a kernel may depend on. Nothing here lives on a device.
+struct AttentionProblem {
+  int64_t batch = 0;
+  int64_t q_len = 0;
+  int64_t kv_len = 0;   // slots of the cache; at most kMaxKvLen
+  int64_t q_heads = 0;  // a multiple of kv_heads
+  int64_t kv_heads = 0;
+  int64_t head_dim = 0;
+  DType q_dtype = DType::kFloat32;   // also the dtype of out
+  DType kv_dtype = DType::kFloat16;  // float16 or bfloat16; equals q_dtype when that is 16-bit
+  float scale = 1.0f;                // finite, any sign; scores = scale * q.k
+  bool chunk_invariant = true;       // contract C5: a row's bits depend on that row alone
+
+  int64_t q_heads_per_kv_head() const { return q_heads / kv_heads; }
+  // Rows of output: one per (sequence, token, query head).
+  int64_t rows() const { return batch * q_len * q_heads; }
+};
+
+// A problem and its arrays, all contiguous and row-major. Row (b, t, h) of `q` starts at
+// ((b * q_len + t) * q_heads + h) * head_dim; products of extents may pass 2^31, so offsets are
+// int64_t. Bases are aligned to the element only: XLA may pass a slice of a larger buffer.
+struct AttentionParams : AttentionProblem {
+  const void* q = nullptr;             // [batch, q_len, q_heads, head_dim]   q_dtype
+  const void* k = nullptr;             // [batch, kv_len, kv_heads, head_dim] kv_dtype
+  const void* v = nullptr;             // [batch, kv_len, kv_heads, head_dim] kv_dtype
+  const int32_t* positions = nullptr;  // [batch, q_len]
+  void* out = nullptr;                 // [batch, q_len, q_heads, head_dim]   q_dtype
+  float* lse = nullptr;                // [batch, q_len, q_heads], natural log; null: not wanted
+};
+
+// Contract C1 and C2: how many slots, counted from slot 0, the row at `position` sees.
+// Written so that position = INT32_MAX cannot overflow.
+#ifdef __CUDACC__
+__host__ __device__
+#endif
+    constexpr int32_t VisibleSlots(int32_t position, int32_t kv_len) {
+  return position < 0 ? 0 : (position < kv_len ? position + 1 : kv_len);
+}
+
+}  // namespace jax_fa
+
+#endif  // JAX_FA_FFI_ATTENTION_PARAMS_H_

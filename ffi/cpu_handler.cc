@@ -1,0 +1,90 @@
+// The CPU handler: decoded parameters to cpu/prefill.h, on XLA's own thread pool.
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+
+#include "cpu/prefill.h"
+#include "ffi/decode.h"
+#include "ffi/handlers.h"
+
+namespace jax_fa {
+namespace {
+
+namespace ffi = ::xla::ffi;
+
+// One parallel loop: an item counter that helpers and the caller draw from. Helpers may start after
+// the loop has ended (the pool was busy), so they own the state jointly and touch `fn` only after
+// drawing an item, which none is left of then.
+struct Loop {
+  explicit Loop(int64_t count, const std::function<void(int64_t)>& fn) : count(count), fn(&fn) {}
+
+  void Work() {
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) {
+      (*fn)(i);
+      // Release: the item's output is written before the caller, who acquires, sees it counted.
+      if (done.fetch_add(1, std::memory_order_acq_rel) + 1 == count) {
+        std::lock_guard<std::mutex> lock(mutex);
+        all_done.notify_one();
+      }
+    }
+  }
+
+  // The caller works too and then waits for items, not for helpers: a pool whose threads are all
+  // blocked in such loops still makes progress.
+  void WaitForItems() {
+    std::unique_lock<std::mutex> lock(mutex);
+    all_done.wait(lock, [&] { return done.load(std::memory_order_acquire) == count; });
+  }
+
+  const int64_t count;
+  const std::function<void(int64_t)>* const fn;
+  std::atomic<int64_t> next{0};
+  std::atomic<int64_t> done{0};
+  std::mutex mutex;
+  std::condition_variable all_done;
+};
+
+cpu::ParallelFor OnPool(ffi::ThreadPool pool, int num_threads) {
+  return [pool, num_threads](int64_t count, const std::function<void(int64_t)>& fn) mutable {
+    if (count == 0) return;
+    auto loop = std::make_shared<Loop>(count, fn);
+    for (int64_t i = 1; i < num_threads && i < count; ++i) pool.Schedule([loop] { loop->Work(); });
+    loop->Work();
+    loop->WaitForItems();
+  };
+}
+
+ffi::Error Run(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer positions,
+               ffi::Result<ffi::AnyBuffer> out, std::optional<ffi::Result<ffi::AnyBuffer>> lse,
+               CallAttributes attributes, ffi::ThreadPool pool) {
+  AttentionParams params;
+  if (ffi::Error error = Decode(Collect(q, k, v, positions, out, lse), attributes, &params);
+      error.failure()) {
+    return error;
+  }
+  const std::string wanted(attributes.implementation);
+  if (!wanted.empty() && wanted != "cpu") {
+    return ffi::Error::InvalidArgument(
+        "jax_fa.prefill_attention: implementation='" + wanted +
+        "' is a CUDA kernel and this call is placed on a CPU; use implementation=None or 'cpu'.");
+  }
+  if (const std::string refusal = cpu::Refusal(params); !refusal.empty()) {
+    return ffi::Error::InvalidArgument("jax_fa.prefill_attention: " + refusal);
+  }
+  if (IsEmpty(params)) return ffi::Error::Success();
+  const int num_threads = static_cast<int>(std::max<int64_t>(pool.num_threads(), 1));
+  cpu::PrefillAttention(params, num_threads, OnPool(pool, num_threads));
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace jax_fa
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFaPrefillAttentionCpu, jax_fa::Run,
+                              jax_fa::BindOperands().Ctx<xla::ffi::ThreadPool>());

@@ -1,0 +1,78 @@
+// The CUDA handler: decoded parameters to a row of cuda/kernels.h, on the stream and the device
+// that XLA gives. It launches and returns: no synchronise, no allocation, no read of device memory,
+// so that the call may be captured into a command buffer (contract C7).
+
+#include <cuda_runtime_api.h>
+
+#include <optional>
+#include <string>
+
+#include "cuda/kernels.h"
+#include "ffi/decode.h"
+#include "ffi/handlers.h"
+
+namespace jax_fa {
+namespace {
+
+namespace ffi = ::xla::ffi;
+
+ffi::Error Invalid(const std::string& message) {
+  return ffi::Error::InvalidArgument("jax_fa.prefill_attention: " + message);
+}
+
+ffi::Error CudaError(const char* step, cudaError_t error) {
+  return ffi::Error::Internal(std::string("jax_fa.prefill_attention: ") + step + ": " +
+                              cudaGetErrorName(error) + ": " + cudaGetErrorString(error));
+}
+
+// The kernel `wanted` names, or the best one if it names none; an error if that cannot serve.
+ffi::ErrorOr<const cuda::Kernel*> Choose(const AttentionParams& params, const std::string& wanted,
+                                         cuda::ComputeCapability cc) {
+  if (wanted.empty()) {
+    if (const cuda::Kernel* kernel = cuda::ChooseKernel(params, cc)) return kernel;
+    std::string reasons = "no CUDA kernel serves this call:";
+    for (const cuda::Kernel& kernel : cuda::Kernels()) {
+      reasons += std::string(" ") + kernel.name + ": " + kernel.refusal(params, cc) + ";";
+    }
+    return ffi::Unexpected(Invalid(reasons));
+  }
+  const cuda::Kernel* kernel = cuda::FindKernel(wanted);
+  if (kernel == nullptr) {
+    return ffi::Unexpected(Invalid("implementation='" + wanted +
+                                   "' is not a CUDA kernel of this build; use "
+                                   "implementation=None or a name that explain() lists."));
+  }
+  if (std::string refusal = kernel->refusal(params, cc); !refusal.empty()) {
+    return ffi::Unexpected(Invalid("implementation='" + wanted + "' cannot serve this call: " +
+                                   refusal + "; use implementation=None."));
+  }
+  return kernel;
+}
+
+ffi::Error Run(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer positions,
+               ffi::Result<ffi::AnyBuffer> out, std::optional<ffi::Result<ffi::AnyBuffer>> lse,
+               CallAttributes attributes, cudaStream_t stream) {
+  AttentionParams params;
+  if (ffi::Error error = Decode(Collect(q, k, v, positions, out, lse), attributes, &params);
+      error.failure()) {
+    return error;
+  }
+  cuda::ComputeCapability cc = 0;
+  if (cudaError_t error = cuda::CurrentComputeCapability(&cc); error != cudaSuccess) {
+    return CudaError("reading the device's compute capability", error);
+  }
+  auto kernel = Choose(params, std::string(attributes.implementation), cc);
+  if (kernel.has_error()) return kernel.error();
+  if (IsEmpty(params)) return ffi::Error::Success();
+  if (cudaError_t error = kernel.value()->launch(params, stream); error != cudaSuccess) {
+    return CudaError(kernel.value()->name, error);
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace jax_fa
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFaPrefillAttentionCuda, jax_fa::Run,
+                              jax_fa::BindOperands().Ctx<xla::ffi::PlatformStream<cudaStream_t>>(),
+                              {xla::ffi::Traits::kCmdBufferCompatible});

@@ -1,0 +1,152 @@
+// See decode.h. Messages carry the operand's name, the values met and the rule.
+
+#include "ffi/decode.h"
+
+#include <cmath>
+#include <sstream>
+#include <string>
+
+namespace jax_fa {
+namespace {
+
+namespace ffi = ::xla::ffi;
+
+using Dims = ffi::AnyBuffer::Dimensions;
+
+std::string ToString(Dims dims) {
+  std::ostringstream os;
+  os << "[";
+  for (size_t i = 0; i < dims.size(); ++i) os << (i ? ", " : "") << dims[i];
+  os << "]";
+  return os.str();
+}
+
+template <typename... Parts>
+ffi::Error Invalid(const Parts&... parts) {
+  std::ostringstream os;
+  os << "jax_fa.prefill_attention: ";
+  (os << ... << parts);
+  return ffi::Error::InvalidArgument(os.str());
+}
+
+// The last `count` axes of `dims`.
+Dims Trailing(Dims dims, size_t count) { return Dims(dims.begin() + (dims.size() - count), count); }
+
+bool Equal(Dims a, Dims b) {
+  if (a.size() != b.size()) return false;
+  for (size_t i = 0; i < a.size(); ++i) {
+    if (a[i] != b[i]) return false;
+  }
+  return true;
+}
+
+bool SameBatch(Dims a, size_t a_trailing, Dims b, size_t b_trailing) {
+  return a.size() - a_trailing == b.size() - b_trailing &&
+         Equal(Dims(a.begin(), a.size() - a_trailing), Dims(b.begin(), b.size() - b_trailing));
+}
+
+std::optional<DType> ToDType(ffi::DataType type) {
+  switch (type) {
+    case ffi::DataType::F32:
+      return DType::kFloat32;
+    case ffi::DataType::F16:
+      return DType::kFloat16;
+    case ffi::DataType::BF16:
+      return DType::kBFloat16;
+    default:
+      return std::nullopt;
+  }
+}
+
+ffi::Error CheckDTypes(const CallBuffers& b, AttentionParams* params) {
+  const auto q_dtype = ToDType(b.q.element_type());
+  const auto kv_dtype = ToDType(b.k.element_type());
+  if (!q_dtype) return Invalid("q has an unsupported dtype; float32, float16 or bfloat16 is read.");
+  if (!kv_dtype || *kv_dtype == DType::kFloat32) {
+    return Invalid("k has an unsupported dtype; the cache must be float16 or bfloat16.");
+  }
+  if (b.v.element_type() != b.k.element_type()) return Invalid("k and v differ in dtype.");
+  if (*q_dtype != DType::kFloat32 && *q_dtype != *kv_dtype) {
+    return Invalid("q is ", DTypeName(*q_dtype), " and the cache ", DTypeName(*kv_dtype),
+                   "; a 16-bit q must have the cache's dtype.");
+  }
+  if (b.positions.element_type() != ffi::DataType::S32) return Invalid("positions must be int32.");
+  if (b.out.element_type() != b.q.element_type()) return Invalid("out and q differ in dtype.");
+  if (b.lse && b.lse->element_type() != ffi::DataType::F32) return Invalid("lse must be float32.");
+  params->q_dtype = *q_dtype;
+  params->kv_dtype = *kv_dtype;
+  return ffi::Error::Success();
+}
+
+ffi::Error CheckShapes(const CallBuffers& b, AttentionParams* params) {
+  const Dims q = b.q.dimensions(), k = b.k.dimensions(), v = b.v.dimensions();
+  const Dims positions = b.positions.dimensions();
+  if (q.size() < 3 || k.size() < 3 || positions.size() < 1) {
+    return Invalid("q ", ToString(q), ", k ", ToString(k), " and positions ", ToString(positions),
+                   " need at least 3, 3 and 1 axes.");
+  }
+  if (!Equal(k, v)) {
+    return Invalid("k has shape ", ToString(k), ", v has ", ToString(v), "; they must be equal.");
+  }
+  if (!SameBatch(q, 3, k, 3) || !SameBatch(q, 3, positions, 1)) {
+    return Invalid("q ", ToString(q), ", k ", ToString(k), " and positions ", ToString(positions),
+                   " differ in their batch axes.");
+  }
+  const Dims q_tail = Trailing(q, 3), k_tail = Trailing(k, 3);
+  params->q_len = q_tail[0];
+  params->q_heads = q_tail[1];
+  params->head_dim = q_tail[2];
+  params->kv_len = k_tail[0];
+  params->kv_heads = k_tail[1];
+  params->batch = 1;
+  for (size_t i = 0; i + 3 < q.size(); ++i) params->batch *= q[i];
+  if (k_tail[2] != params->head_dim || params->head_dim < 1) {
+    return Invalid("q has head_dim ", params->head_dim, ", k has ", k_tail[2],
+                   "; they must be equal and at least 1.");
+  }
+  if (params->kv_heads < 1 || params->q_heads < 1 || params->q_heads % params->kv_heads != 0) {
+    return Invalid("q has ", params->q_heads, " heads, k has ", params->kv_heads,
+                   "; query heads must be a multiple of kv heads, both at least 1.");
+  }
+  if (positions[positions.size() - 1] != params->q_len) {
+    return Invalid("positions has shape ", ToString(positions), ", q has ", params->q_len,
+                   " tokens; there is one position a token.");
+  }
+  if (params->kv_len > kMaxKvLen) {
+    return Invalid("the cache has ", params->kv_len, " slots; int32 positions reach ", kMaxKvLen,
+                   ".");
+  }
+  if (!Equal(b.out.dimensions(), q)) {
+    return Invalid("out has shape ", ToString(b.out.dimensions()), ", q has ", ToString(q),
+                   "; they must be equal.");
+  }
+  if (b.lse && !Equal(b.lse->dimensions(), Dims(q.begin(), q.size() - 1))) {
+    return Invalid("lse has shape ", ToString(b.lse->dimensions()), "; q's less its last axis, ",
+                   ToString(q), ", is needed.");
+  }
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+bool IsEmpty(const AttentionProblem& problem) { return problem.rows() == 0; }
+
+ffi::Error Decode(const CallBuffers& buffers, const CallAttributes& attributes,
+                  AttentionParams* params) {
+  if (ffi::Error error = CheckDTypes(buffers, params); error.failure()) return error;
+  if (ffi::Error error = CheckShapes(buffers, params); error.failure()) return error;
+  if (!std::isfinite(attributes.scale)) {
+    return Invalid("scale is ", attributes.scale, "; it must be finite.");
+  }
+  params->scale = attributes.scale;
+  params->chunk_invariant = attributes.chunk_invariant;
+  params->q = buffers.q.untyped_data();
+  params->k = buffers.k.untyped_data();
+  params->v = buffers.v.untyped_data();
+  params->positions = static_cast<const int32_t*>(buffers.positions.untyped_data());
+  params->out = buffers.out.untyped_data();
+  params->lse = buffers.lse ? static_cast<float*>(buffers.lse->untyped_data()) : nullptr;
+  return ffi::Error::Success();
+}
+
+}  // namespace jax_fa

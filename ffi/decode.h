@@ -1,0 +1,67 @@
+// From what XLA hands a handler (buffers, attributes) to AttentionParams. Everything is checked
+// again here, because an exported program or a direct ffi_call never went through jax_fa's Python.
+
+#ifndef JAX_FA_FFI_DECODE_H_
+#define JAX_FA_FFI_DECODE_H_
+
+#include <optional>
+#include <string_view>
+
+#include "ffi/attention_params.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_fa {
+
+// The attributes of the custom call; jax_fa/dispatch.py writes them, with these names and types.
+struct CallAttributes {
+  float scale;                      // finite
+  bool chunk_invariant;             // contract C5
+  std::string_view implementation;  // a kernel's name; empty: the best one that serves
+};
+
+// The operands and results of the custom call. Axes before [q_len, heads, head_dim] are batch axes,
+// any number of them, equal in all operands; they are collapsed into AttentionParams::batch.
+struct CallBuffers {
+  xla::ffi::AnyBuffer q;                   // [batch..., q_len, q_heads, head_dim]
+  xla::ffi::AnyBuffer k;                   // [batch..., kv_len, kv_heads, head_dim]
+  xla::ffi::AnyBuffer v;                   // [batch..., kv_len, kv_heads, head_dim]
+  xla::ffi::AnyBuffer positions;           // [batch..., q_len] int32
+  xla::ffi::AnyBuffer out;                 // like q
+  std::optional<xla::ffi::AnyBuffer> lse;  // [batch..., q_len, q_heads] float32
+};
+
+// Fills `params`, or says which rule is broken by which values.
+xla::ffi::Error Decode(const CallBuffers& buffers, const CallAttributes& attributes,
+                       AttentionParams* params);
+
+// True when there is nothing to compute: an output without elements.
+bool IsEmpty(const AttentionProblem& problem);
+
+// The binding every platform's handler shares, less the platform's context argument.
+inline auto BindOperands() {
+  return xla::ffi::Ffi::Bind()
+      .Arg<xla::ffi::AnyBuffer>()          // q
+      .Arg<xla::ffi::AnyBuffer>()          // k
+      .Arg<xla::ffi::AnyBuffer>()          // v
+      .Arg<xla::ffi::AnyBuffer>()          // positions
+      .Ret<xla::ffi::AnyBuffer>()          // out
+      .OptionalRet<xla::ffi::AnyBuffer>()  // lse
+      .Attrs<CallAttributes>();
+}
+
+inline CallBuffers Collect(xla::ffi::AnyBuffer q, xla::ffi::AnyBuffer k, xla::ffi::AnyBuffer v,
+                           xla::ffi::AnyBuffer positions, xla::ffi::Result<xla::ffi::AnyBuffer> out,
+                           std::optional<xla::ffi::Result<xla::ffi::AnyBuffer>> lse) {
+  CallBuffers buffers{q, k, v, positions, *out, std::nullopt};
+  if (lse.has_value()) buffers.lse = **lse;
+  return buffers;
+}
+
+}  // namespace jax_fa
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_fa::CallAttributes,
+                                      ::xla::ffi::StructMember<float>("scale"),
+                                      ::xla::ffi::StructMember<bool>("chunk_invariant"),
+                                      ::xla::ffi::StructMember<std::string_view>("implementation"));
+
+#endif  // JAX_FA_FFI_DECODE_H_

@@ -1,0 +1,17 @@
+// The FFI handlers, one a platform, as XLA's C ABI sees them. ffi/module.cc hands them to Python.
+
+#ifndef JAX_FA_FFI_HANDLERS_H_
+#define JAX_FA_FFI_HANDLERS_H_
+
+#include "xla/ffi/api/c_api.h"
+
+extern "C" {
+
+XLA_FFI_Error* JaxFaPrefillAttentionCpu(XLA_FFI_CallFrame* call_frame);
+
+// In a build without CUDA this one answers with an error that says so.
+XLA_FFI_Error* JaxFaPrefillAttentionCuda(XLA_FFI_CallFrame* call_frame);
+
+}  // extern "C"
+
+#endif  // JAX_FA_FFI_HANDLERS_H_

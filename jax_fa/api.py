@@ -1,0 +1,141 @@
+"""``prefill_attention``: from the caller's arrays to the one custom call."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_fa import checks, dispatch, native
+
+
+@overload
+def prefill_attention(
+    q: jax.typing.ArrayLike,
+    k: jax.typing.ArrayLike,
+    v: jax.typing.ArrayLike,
+    positions: jax.typing.ArrayLike,
+    *,
+    scale: float | None = None,
+    return_lse: Literal[False] = False,
+    chunk_invariant: bool = True,
+    implementation: str | None = None,
+) -> jax.Array: ...
+
+
+@overload
+def prefill_attention(
+    q: jax.typing.ArrayLike,
+    k: jax.typing.ArrayLike,
+    v: jax.typing.ArrayLike,
+    positions: jax.typing.ArrayLike,
+    *,
+    scale: float | None = None,
+    return_lse: Literal[True],
+    chunk_invariant: bool = True,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def prefill_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    positions: Any,
+    *,
+    scale: float | None = None,
+    return_lse: bool = False,
+    chunk_invariant: bool = True,
+    implementation: str | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Masked grouped-query softmax attention of query tokens against a preallocated KV cache.
+
+    Row t of sequence b sees exactly the cache slots ``0 <= s <= min(positions[b, t], S - 1)``:
+    positions are data, so one compiled program serves a whole prompt, any chunk of one, a padded
+    batch or a speculative tree. What lies in slots that no row sees (NaN included) changes nothing.
+
+    Args:
+      q: Queries, ``[B, T, Hq, D]`` or ``[T, Hq, D]``; float32, or the cache's dtype.
+      k: Keys, the cache, ``[B, S, Hk, D]`` or ``[S, Hk, D]``; float16 or bfloat16. ``Hq`` is a
+        multiple of ``Hk``; query head h reads kv head ``h // (Hq // Hk)``.
+      v: Values, shape and dtype of k.
+      positions: ``[B, T]`` or ``[T]``, integers: the slot of each query row in its sequence.
+        Negative means padding. Any order, with repeats and gaps; growing is the fast case.
+      scale: Factor on q·k, a finite Python number; by default ``1 / sqrt(D)``.
+      return_lse: Whether to return the log-sum-exp too.
+      chunk_invariant: If True, a row's bits depend on that row and its cache alone, not on T, B,
+        the chunking or its neighbours. False lets a kernel choose its tiles for speed.
+      implementation: Name of the kernel to use, or None for the best one that serves the call;
+        :func:`jax_fa.explain` lists them.
+
+    Returns:
+      ``out``, shape and dtype of q; rows with a negative position are exactly 0. With
+      ``return_lse=True``, ``(out, lse)``: lse is float32 ``[B, T, Hq]`` or ``[T, Hq]``, the natural
+      logarithm of the sum of ``exp(scale * q·k)`` over the slots seen, -inf where there are none.
+
+    Raises:
+      TypeError: A dtype is not served, or an argument is not an array or not static.
+      ValueError: Shapes do not fit each other, scale is not finite, or ``implementation`` is
+        unknown, not built, or cannot serve this call.
+
+    Source: online softmax by tiles, as in FlashAttention (Dao et al., 2022, section 3.1); grouped
+    queries, Ainslie et al., 2023.
+    """
+    call = checks.check_call(q, k, v, positions, scale=scale, chunk_invariant=chunk_invariant)
+    return_lse = checks.as_flag("return_lse", return_lse)
+    wanted = dispatch.check_implementation(implementation)
+    if wanted:
+        _check_can_serve(call, wanted, q)
+    out, *lse = _custom_call(call, return_lse, wanted)
+    if call.unbatched:
+        out, lse = out[0], [x[0] for x in lse]
+    return (out, lse[0]) if return_lse else out
+
+
+def _check_can_serve(call: checks.Call, wanted: str, q: Any) -> None:
+    """Refuses a kernel that no device of its platform here could serve the call with.
+
+    Which device a traced call lands on is not known yet, so one that can is enough; the handler
+    asks again on the device itself.
+    """
+    platform = next(platform for platform, name in dispatch.all_kernels() if name == wanted)
+    if isinstance(q, jax.Array) and not isinstance(q, jax.core.Tracer):
+        devices = list(q.devices())
+    else:
+        try:
+            devices = jax.devices(platform)
+        except RuntimeError:
+            raise ValueError(
+                f"implementation={wanted!r} runs on {platform}, and JAX sees no such device; "
+                "use implementation=None."
+            ) from None
+    reasons = [dispatch.refusals_on(call, device) for device in devices]
+    if all(reason[wanted] for reason in reasons):
+        others = [name for name, refusal in reasons[0].items() if not refusal]
+        instead = f"implementation=None would use {others[0]}" if others else "no kernel serves it"
+        raise ValueError(
+            f"implementation={wanted!r} cannot serve this call: {reasons[0][wanted]}; {instead}."
+        )
+
+
+def _custom_call(call: checks.Call, return_lse: bool, wanted: str) -> list[jax.Array]:
+    """[out] or [out, lse]; the only place that knows the custom call's operands and attributes."""
+    native.load()
+    results = [jax.ShapeDtypeStruct(call.q.shape, call.q.dtype)]
+    if return_lse:
+        results.append(jax.ShapeDtypeStruct(call.q.shape[:-1], jnp.float32))
+    # Attribute types are part of the handler's signature (ffi/decode.h), and JAX's caches compare
+    # them by value, so 1.0 and np.float32(1.0) must never both get here.
+    return list(
+        jax.ffi.ffi_call(native.PREFILL_TARGET, results, vmap_method="broadcast_all")(
+            call.q,
+            call.k,
+            call.v,
+            call.positions,
+            scale=np.float32(call.scale),
+            chunk_invariant=bool(call.chunk_invariant),
+            implementation=str(wanted),
+        )
+    )

@@ -1,0 +1,263 @@
+"""What a caller may pass: every rule once, each with names, values and the way out.
+
+Rules on dtypes raise TypeError, rules on shapes and values ValueError. They look at abstract values
+only, so they run at trace time, before anything is launched.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_fa import native
+
+CACHE_DTYPES = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
+QUERY_DTYPES = (jnp.dtype(jnp.float32), *CACHE_DTYPES)
+
+_INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Call:
+    """The operands of one call, checked, batched and of the dtypes that the kernels take.
+
+    ``unbatched`` tells that the caller's arrays had no batch axis, so results should have none.
+    """
+
+    q: jax.Array  # [B, T, Hq, D]
+    k: jax.Array  # [B, S, Hk, D]
+    v: jax.Array  # [B, S, Hk, D]
+    positions: jax.Array  # [B, T] int32
+    scale: np.float32
+    chunk_invariant: bool
+    unbatched: bool
+
+
+def as_array(name: str, value: Any) -> jax.Array:
+    """``value`` as a jax array; refuses what only looks like one."""
+    if isinstance(value, list | tuple | int | float | complex | bool) or value is None:
+        raise TypeError(
+            f"{name} is a {type(value).__name__}; it must be an array "
+            f"(for nested lists: jnp.asarray({name}))."
+        )
+    if isinstance(value, jax.ShapeDtypeStruct):
+        raise TypeError(
+            f"{name} is a jax.ShapeDtypeStruct, which holds no data; use jax.eval_shape or "
+            "jax.jit(...).lower(...) to work with shapes alone."
+        )
+    try:
+        return jnp.asarray(value)
+    except TypeError as error:
+        raise TypeError(
+            f"{name} has type {type(value).__name__}, which JAX does not take as an array."
+        ) from error
+
+
+def _names(dtypes: tuple[Any, ...]) -> str:
+    return ", ".join(str(dtype) for dtype in dtypes[:-1]) + f" or {dtypes[-1]}"
+
+
+def check_cache_dtypes(k: jax.Array, v: jax.Array, names: tuple[str, str] = ("k", "v")) -> None:
+    """Both halves of the cache have one dtype, float16 or bfloat16."""
+    for name, array in zip(names, (k, v), strict=True):
+        if array.dtype not in CACHE_DTYPES:
+            raise TypeError(
+                f"{name} has dtype {array.dtype}; the cache must be {_names(CACHE_DTYPES)} "
+                f"(for example {name}.astype(jnp.bfloat16))."
+            )
+    if k.dtype != v.dtype:
+        raise TypeError(
+            f"{names[0]} has dtype {k.dtype}, {names[1]} has {v.dtype}; they must be equal "
+            f"(for example {names[1]}.astype({names[0]}.dtype))."
+        )
+
+
+def _check_query_dtype(q: jax.Array, k: jax.Array) -> None:
+    if q.dtype not in QUERY_DTYPES:
+        raise TypeError(
+            f"q has dtype {q.dtype}; it must be {_names(QUERY_DTYPES)} "
+            "(for example q.astype(jnp.float32))."
+        )
+    if q.dtype != jnp.float32 and q.dtype != k.dtype:
+        raise TypeError(
+            f"q has dtype {q.dtype} and the cache {k.dtype}; a 16-bit q must have the cache's "
+            f"dtype (q.astype(jnp.{k.dtype}), or q.astype(jnp.float32))."
+        )
+
+
+def as_positions(positions: Any, name: str = "positions") -> jax.Array:
+    """Integer positions of any width as int32; values outside it keep their meaning by clamping."""
+    positions = as_array(name, positions)
+    if not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise TypeError(
+            f"{name} has dtype {positions.dtype}; it must be an integer array "
+            f"(for example {name}.astype(jnp.int32))."
+        )
+    if positions.dtype == jnp.int32:
+        return positions
+    info = jnp.iinfo(positions.dtype)
+    if info.max > _INT32_MAX:
+        # Beyond int32 lies beyond any cache, and all negative positions mean padding.
+        positions = jnp.clip(positions, max(-1, int(info.min)), _INT32_MAX)
+    return positions.astype(jnp.int32)
+
+
+def _shape(array: jax.Array) -> str:
+    return "[" + ", ".join(str(extent) for extent in array.shape) + "]"
+
+
+def check_cache_shapes(k: jax.Array, v: jax.Array, names: tuple[str, str] = ("k", "v")) -> None:
+    """k and v have one shape, [B, S, Hk, D] or [S, Hk, D], that int32 positions can address."""
+    if k.ndim not in (3, 4):
+        raise ValueError(
+            f"{names[0]} has shape {_shape(k)}; it must be [B, S, Hk, D], or [S, Hk, D] unbatched."
+        )
+    if k.shape != v.shape:
+        raise ValueError(
+            f"{names[0]} has shape {_shape(k)}, {names[1]} has {_shape(v)}; they must be equal."
+        )
+    slots, heads, head_dim = k.shape[-3:]
+    if heads < 1 or head_dim < 1:
+        raise ValueError(
+            f"{names[0]} has shape {_shape(k)}: {heads} heads of head_dim {head_dim}; both must be "
+            "at least 1."
+        )
+    most = native.load().max_kv_len
+    if slots > most:
+        raise ValueError(
+            f"{names[0]} has {slots} slots; positions are int32 and reach {most}. "
+            "Split the cache and join the parts with merge_states."
+        )
+
+
+def _check_query_shape(q: jax.Array, k: jax.Array) -> None:
+    if q.ndim not in (3, 4):
+        raise ValueError(
+            f"q has shape {_shape(q)}; it must be [B, T, Hq, D], or [T, Hq, D] unbatched."
+        )
+    if q.ndim != k.ndim:
+        raise ValueError(
+            f"q has shape {_shape(q)} and k {_shape(k)}; either all operands have a batch axis or "
+            "none has."
+        )
+    if q.ndim == 4 and q.shape[0] != k.shape[0]:
+        raise ValueError(
+            f"q has batch {q.shape[0]}, k has {k.shape[0]}; they must be equal (nothing is "
+            "broadcast; use jax.vmap to share a cache)."
+        )
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(f"k has head_dim {k.shape[-1]}, q has {q.shape[-1]}; they must be equal.")
+    q_heads, kv_heads = q.shape[-2], k.shape[-2]
+    if q_heads < 1 or q_heads % kv_heads != 0:
+        raise ValueError(
+            f"q has {q_heads} heads, k has {kv_heads}; query heads must be a multiple of kv heads "
+            "(query head h reads kv head h // (Hq // Hk))."
+        )
+
+
+def check_positions_shape(positions: jax.Array, tokens: jax.Array, name: str = "q") -> None:
+    """One position for each token of ``tokens``, [B, T, ...] or [T, ...]."""
+    wanted = tokens.shape[:-2]
+    if positions.shape != wanted:
+        raise ValueError(
+            f"positions has shape {_shape(positions)}, {name} has {_shape(tokens)}; positions must "
+            f"be [{', '.join(str(extent) for extent in wanted)}], one for each token."
+        )
+
+
+def as_scale(scale: Any, head_dim: int) -> np.float32:
+    """The factor on q.k as float32; None means 1 / sqrt(head_dim)."""
+    if scale is None:
+        return np.float32(1.0 / math.sqrt(head_dim))
+    if isinstance(scale, jax.core.Tracer):
+        raise TypeError(
+            "scale is a traced value; it is compiled into the program, so it must be a Python "
+            "number (multiply q by a traced factor instead)."
+        )
+    if isinstance(scale, bool | str | bytes | complex) or np.ndim(scale) != 0:
+        raise TypeError(f"scale is {scale!r}; it must be a real number.")
+    try:
+        value = float(scale)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"scale is {scale!r}; it must be a real number.") from error
+    with np.errstate(over="ignore"):
+        rounded = np.float32(value)
+    if not np.isfinite(rounded):
+        raise ValueError(f"scale is {value!r}; it must be finite in float32.")
+    return rounded
+
+
+def as_flag(name: str, value: Any) -> bool:
+    """A Python truth value that is compiled into the program."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} is {value!r}; it must be True or False.")
+    return bool(value)
+
+
+def check_call(
+    q: Any, k: Any, v: Any, positions: Any, *, scale: Any = None, chunk_invariant: Any = True
+) -> Call:
+    """Applies every rule of the contract that can be applied without data."""
+    q, k, v = as_array("q", q), as_array("k", k), as_array("v", v)
+    positions = as_positions(positions)
+    check_cache_dtypes(k, v)
+    _check_query_dtype(q, k)
+    check_cache_shapes(k, v)
+    _check_query_shape(q, k)
+    check_positions_shape(positions, q)
+    unbatched = q.ndim == 3
+    if unbatched:
+        q, k, v, positions = q[None], k[None], v[None], positions[None]
+    return Call(
+        q=q,
+        k=k,
+        v=v,
+        positions=positions,
+        scale=as_scale(scale, q.shape[-1]),
+        chunk_invariant=as_flag("chunk_invariant", chunk_invariant),
+        unbatched=unbatched,
+    )
+
+
+def check_new_rows(k: jax.Array, v: jax.Array, k_cache: jax.Array) -> None:
+    """New rows k and v, [B, T, Hk, D] or [T, Hk, D], fit the cache they are written to."""
+    for name, array in (("k", k), ("v", v)):
+        if not jnp.issubdtype(array.dtype, jnp.floating):
+            raise TypeError(f"{name} has dtype {array.dtype}; it must be a floating dtype.")
+    if k.shape != v.shape:
+        raise ValueError(f"k has shape {_shape(k)}, v has {_shape(v)}; they must be equal.")
+    batch, heads_and_dim = k_cache.shape[:-3], k_cache.shape[-2:]
+    if k.ndim != k_cache.ndim or k.shape[:-3] != batch or k.shape[-2:] != heads_and_dim:
+        raise ValueError(
+            f"k has shape {_shape(k)}, k_cache has {_shape(k_cache)}; they may differ only in the "
+            "number of tokens and slots (the third axis from the end)."
+        )
+
+
+def check_states(out_a: jax.Array, lse_a: jax.Array, out_b: jax.Array, lse_b: jax.Array) -> None:
+    """Two attention states, outs [..., D] and lses [...], that can be merged."""
+    for name, out in (("out_a", out_a), ("out_b", out_b)):
+        if out.dtype not in QUERY_DTYPES:
+            raise TypeError(f"{name} has dtype {out.dtype}; it must be {_names(QUERY_DTYPES)}.")
+    for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
+        if lse.dtype != jnp.float32:
+            raise TypeError(f"{name} has dtype {lse.dtype}; it must be float32.")
+    if out_a.dtype != out_b.dtype:
+        raise TypeError(
+            f"out_a has dtype {out_a.dtype}, out_b has {out_b.dtype}; they must be equal."
+        )
+    if out_a.ndim < 1 or out_a.shape != out_b.shape:
+        raise ValueError(
+            f"out_a has shape {_shape(out_a)}, out_b has {_shape(out_b)}; they must be equal."
+        )
+    for name, lse in (("lse_a", lse_a), ("lse_b", lse_b)):
+        if lse.shape != out_a.shape[:-1]:
+            raise ValueError(
+                f"{name} has shape {_shape(lse)}, out_a has {_shape(out_a)}; lse must be out's "
+                "shape less its last axis."
+            )

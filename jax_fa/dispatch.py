@@ -1,0 +1,177 @@
+"""Which kernel serves a call: the question, asked of the compiled table, and its answer in words.
+
+The choice itself is made by the handler at run time, on the device that the call lands on, from the
+same table; see cuda/kernels.h.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jax_fa import checks, native
+
+# JAX's names of platforms, to ours.
+_PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda"}
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which kernel serves a call, and why the others do not.
+
+    Attributes:
+      kernel: Name of the kernel that serves the call, or None if none does.
+      device: The device asked about, in words.
+      refusals: Kernel name to reason, for each kernel that cannot serve the call there.
+      passed_over: Names of the kernels that could serve it too, in order of preference.
+    """
+
+    kernel: str | None
+    device: str
+    refusals: Mapping[str, str]
+    passed_over: tuple[str, ...]
+
+    def __str__(self) -> str:
+        served = f"served by {self.kernel}" if self.kernel else "served by no kernel"
+        lines = [f"{served} on {self.device}"]
+        lines += [f"  {name}: could serve it too" for name in self.passed_over]
+        lines += [f"  {name}: no; {reason}" for name, reason in self.refusals.items()]
+        return "\n".join(lines)
+
+
+def all_kernels() -> list[tuple[str, str]]:
+    """Each kernel of this build as (platform, name), the preferred ones first."""
+    table = native.load()
+    return [
+        (platform, name) for platform in ("cuda", "cpu") for name in table.kernel_names(platform)
+    ]
+
+
+def check_implementation(implementation: Any) -> str:
+    """The name of the kernel asked for, or "" for the best one; refuses what is not built."""
+    if implementation is None:
+        return ""
+    names = [name for _, name in all_kernels()]
+    if not isinstance(implementation, str):
+        raise TypeError(
+            f"implementation is {implementation!r}; it must be None or one of {', '.join(names)}."
+        )
+    if implementation not in names:
+        without_cuda = (
+            ""
+            if native.load().cuda_architectures
+            else "; this build has no CUDA kernels (reinstall with JAX_FA_CUDA=wheels to get them)"
+        )
+        raise ValueError(
+            f"implementation={implementation!r} is not a kernel of this build (built: "
+            f"{', '.join(names)}){without_cuda}. implementation=None picks the best one."
+        )
+    return implementation
+
+
+def _capability(device: jax.Device) -> int:
+    """Compute capability of a CUDA device as one number (9.0 is 90); 0 for any other."""
+    major, _, minor = str(getattr(device, "compute_capability", "0.0")).partition(".")
+    return int(major) * 10 + int(minor or 0)
+
+
+def _problem(call: checks.Call) -> Any:
+    table = native.load()
+    problem = table.AttentionProblem()
+    problem.batch, problem.q_len, problem.q_heads, problem.head_dim = call.q.shape
+    problem.kv_len, problem.kv_heads = call.k.shape[1:3]
+    problem.q_dtype = getattr(table.DType, str(call.q.dtype))
+    problem.kv_dtype = getattr(table.DType, str(call.k.dtype))
+    problem.scale = float(call.scale)
+    problem.chunk_invariant = call.chunk_invariant
+    return problem
+
+
+def _device_of(value: Any) -> jax.Device:
+    """The device that a call with this operand would run on."""
+    if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
+        return next(iter(value.devices()))
+    return default_device()
+
+
+def default_device() -> jax.Device:
+    """The device that JAX places uncommitted arrays on."""
+    chosen = getattr(jax.config, "jax_default_device", None)
+    if chosen is None:
+        return jax.devices()[0]
+    return jax.devices(chosen)[0] if isinstance(chosen, str) else chosen
+
+
+def refusals_on(call: checks.Call, device: jax.Device) -> dict[str, str]:
+    """For each kernel of this build, why it cannot serve ``call`` on ``device``; "" if it can."""
+    platform = _PLATFORMS.get(device.platform, device.platform)
+    problem, capability, table = _problem(call), _capability(device), native.load()
+    reasons = {}
+    for kernel_platform, name in all_kernels():
+        if kernel_platform == platform:
+            reasons[name] = table.refusal(name, problem, capability)
+        else:
+            reasons[name] = f"it runs on {kernel_platform}, and the device is {platform}"
+    return reasons
+
+
+def explain(
+    q: Any,
+    k: Any,
+    v: Any,
+    positions: Any,
+    *,
+    scale: float | None = None,
+    return_lse: bool = False,
+    chunk_invariant: bool = True,
+    implementation: str | None = None,
+    device: jax.Device | None = None,
+) -> Explanation:
+    """Says which kernel serves ``prefill_attention`` with these arguments, and why others do not.
+
+    Nothing is computed or compiled; inside ``jit`` it looks at the traced shapes.
+
+    Args:
+      q: As for :func:`jax_fa.prefill_attention`, and so are k, v, positions and the options.
+      k: See q.
+      v: See q.
+      positions: See q.
+      scale: See q.
+      return_lse: See q; every kernel can return it.
+      chunk_invariant: See q.
+      implementation: See q. With a name, the answer is that kernel or None.
+      device: The device to ask about; by default the one that q is on, or JAX's default device
+        where q is traced or a numpy array.
+
+    Returns:
+      An :class:`Explanation`; ``print`` it for the answer in words.
+
+    Raises:
+      TypeError, ValueError: What ``prefill_attention`` would raise for the same arguments.
+    """
+    checks.as_flag("return_lse", return_lse)
+    call = checks.check_call(q, k, v, positions, scale=scale, chunk_invariant=chunk_invariant)
+    wanted = check_implementation(implementation)
+    device = _device_of(q) if device is None else device
+    reasons = refusals_on(call, device)
+    able = [name for name, reason in reasons.items() if not reason]
+    serving = [wanted] if wanted in able else ([] if wanted else able)
+    return Explanation(
+        kernel=serving[0] if serving else None,
+        device=f"{device.device_kind} ({device})",
+        refusals={name: reason for name, reason in reasons.items() if reason},
+        passed_over=tuple(name for name in able if name not in serving[:1]),
+    )
+
+
+def available_kernels(device: jax.Device | None = None) -> tuple[str, ...]:
+    """Names of the kernels of this build that run on ``device`` (default: JAX's default device).
+
+    The preferred one comes first. Whether one serves a given call is for :func:`explain` to say.
+    """
+    device = default_device() if device is None else device
+    platform = _PLATFORMS.get(device.platform, device.platform)
+    return tuple(name for kernel_platform, name in all_kernels() if kernel_platform == platform)

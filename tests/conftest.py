@@ -1,0 +1,47 @@
+"""Fixtures and the rule for what a machine runs: every kernel that its default device can run."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_fa
+
+KERNELS = jax_fa.available_kernels()
+
+
+def pytest_generate_tests(metafunc):
+    if "kernel" in metafunc.fixturenames:
+        metafunc.parametrize("kernel", KERNELS)
+
+
+def pytest_report_header():
+    native = jax_fa.native.load()
+    return [
+        f"jax_fa {jax_fa.__version__}, jax {jax.__version__}, on {jax.devices()[0].device_kind}",
+        f"kernels under test: {', '.join(KERNELS)}; CUDA code: {native.cuda_architectures}; "
+        f"CPU code: {native.cpu_isa()}",
+    ]
+
+
+@pytest.fixture
+def attention(kernel):
+    """prefill_attention by one kernel; a case that the kernel refuses by design is skipped.
+
+    The output's memory is likely to hold NaN before the call: an array of its size, full of NaN, is
+    freed just before. (The native tests and the harness poison it for certain.)
+    """
+
+    def call(q, k, v, positions, **options):
+        answer = jax_fa.explain(
+            q, k, v, positions, implementation=kernel, scale=options.get("scale")
+        )
+        if answer.kernel is None:
+            pytest.skip(f"{kernel} does not serve this call: {answer.refusals[kernel]}")
+        if not isinstance(q, jax.core.Tracer):
+            poison = jnp.full(q.shape, jnp.nan, q.dtype).block_until_ready()
+            del poison
+        return jax_fa.prefill_attention(q, k, v, positions, implementation=kernel, **options)
+
+    return call

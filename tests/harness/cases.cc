@@ -1,0 +1,107 @@
+// The table of cases.
+
+#include "tests/harness/cases.h"
+
+#include <cmath>
+
+namespace jax_fa::harness {
+namespace {
+
+constexpr DType kF32 = DType::kFloat32;
+constexpr DType kF16 = DType::kFloat16;
+constexpr DType kBF16 = DType::kBFloat16;
+
+struct Shape {
+  int64_t batch, q_len, kv_len, q_heads, kv_heads, head_dim;
+};
+
+Case Make(const char* name, Shape shape, DType q_dtype, DType kv_dtype) {
+  Case c;
+  c.name = name;
+  c.problem.batch = shape.batch;
+  c.problem.q_len = shape.q_len;
+  c.problem.kv_len = shape.kv_len;
+  c.problem.q_heads = shape.q_heads;
+  c.problem.kv_heads = shape.kv_heads;
+  c.problem.head_dim = shape.head_dim;
+  c.problem.q_dtype = q_dtype;
+  c.problem.kv_dtype = kv_dtype;
+  c.problem.scale = 1.0f / std::sqrt(static_cast<float>(shape.head_dim));
+  return c;
+}
+
+Case With(Case c, Positions positions, int64_t n_past = 0) {
+  c.positions = positions;
+  c.n_past = n_past;
+  return c;
+}
+
+Case WithScale(Case c, float scale) {
+  c.problem.scale = scale;
+  return c;
+}
+
+Case WithoutLse(Case c) {
+  c.with_lse = false;
+  return c;
+}
+
+Case WithMisalignment(Case c, int64_t elements) {
+  c.misalignment = elements;
+  return c;
+}
+
+Case WithNanSlot(Case c, int64_t slot) {
+  c.nan_slot = slot;
+  return c;
+}
+
+Case Large(Case c) {
+  c.is_small = false;
+  return c;
+}
+
+}  // namespace
+
+const std::vector<Case>& AllCases() {
+  using P = Positions;
+  static const std::vector<Case> cases = {
+      // Shape: batch, q_len, kv_len, q_heads, kv_heads, head_dim.
+      With(Make("one_query", {1, 1, 70, 2, 1, 64}, kF32, kF16), P::kIncreasing, 33),
+      Make("one_slot", {2, 1, 1, 3, 3, 128}, kF16, kF16),
+      Make("tile_minus_one", {1, 63, 63, 2, 1, 128}, kF16, kF16),
+      Make("tile", {1, 64, 64, 2, 1, 64}, kBF16, kBF16),
+      Make("tile_plus_one", {1, 65, 130, 2, 1, 128}, kF32, kBF16),
+      Make("tiles_2", {1, 128, 128, 1, 1, 128}, kF32, kF16),
+      Make("tiles_4_plus_one", {1, 257, 257, 2, 2, 128}, kF16, kF16),
+      WithoutLse(Make("gqa_3_no_lse", {1, 100, 100, 9, 3, 64}, kBF16, kBF16)),
+      Make("gqa_7", {1, 70, 80, 14, 2, 128}, kF16, kF16),
+      With(Make("mqa_16_n_past", {1, 40, 400, 16, 1, 64}, kF32, kF16), P::kIncreasing, 350),
+      With(Make("batch_shuffled", {2, 130, 200, 4, 2, 128}, kF16, kF16), P::kShuffled, 37),
+      With(Make("batch_padded", {3, 70, 100, 4, 2, 64}, kF32, kBF16), P::kPadded, 11),
+      With(Make("any_order", {2, 100, 150, 4, 2, 128}, kF32, kF16), P::kAnyOrder),
+      With(Make("any_order_bf16", {2, 100, 150, 4, 2, 64}, kBF16, kBF16), P::kAnyOrder),
+      With(Make("all_padding", {1, 66, 64, 2, 1, 64}, kF16, kF16), P::kIncreasing, -1000),
+      Make("no_slots", {2, 65, 0, 2, 1, 128}, kF32, kF16),
+      WithNanSlot(Make("nan_seen_by_some", {1, 130, 130, 2, 1, 128}, kF16, kF16), 70),
+      WithNanSlot(With(Make("nan_shuffled", {1, 130, 130, 2, 1, 64}, kF32, kBF16), P::kShuffled),
+                  70),
+      WithMisalignment(Make("misaligned_1", {1, 66, 100, 4, 2, 128}, kF16, kF16), 1),
+      WithMisalignment(Make("misaligned_4", {1, 66, 100, 4, 2, 64}, kF32, kBF16), 4),
+      WithScale(Make("scale_2", {1, 66, 66, 2, 1, 64}, kF16, kF16), 2.0f),
+      WithScale(Make("scale_negative", {1, 66, 66, 2, 1, 128}, kF32, kF16), -0.125f),
+      WithScale(Make("scale_zero", {1, 66, 66, 2, 1, 64}, kF32, kF16), 0.0f),
+      Make("head_dim_256", {1, 66, 66, 2, 1, 256}, kF16, kF16),
+      Make("head_dim_80", {1, 66, 66, 4, 2, 80}, kF32, kBF16),
+      With(Make("head_dim_5", {2, 33, 66, 4, 2, 5}, kBF16, kBF16), P::kAnyOrder),
+      Make("head_dim_600", {1, 9, 300, 2, 1, 600}, kF32, kF16),
+      Large(Make("qwen7b_2k", {1, 2048, 2048, 28, 4, 128}, kF16, kF16)),
+      Large(With(Make("chunk_256_at_4k", {1, 256, 4200, 32, 8, 128}, kF32, kBF16), P::kIncreasing,
+                 3840)),
+      Large(With(Make("batch_4_d64", {4, 500, 520, 32, 8, 64}, kF32, kF16), P::kPadded, 3)),
+      Large(With(Make("shuffled_1k", {1, 1024, 1024, 16, 2, 128}, kBF16, kBF16), P::kShuffled)),
+  };
+  return cases;
+}
+
+}  // namespace jax_fa::harness

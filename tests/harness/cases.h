@@ -1,0 +1,40 @@
+// The harness's named cases: problems around tile edges, GQA ratios, every order of positions, and
+// a few of real size. A case is a value; its data come from inputs.h.
+
+#ifndef JAX_FA_TESTS_HARNESS_CASES_H_
+#define JAX_FA_TESTS_HARNESS_CASES_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "ffi/attention_params.h"
+
+namespace jax_fa::harness {
+
+enum class Positions {
+  kIncreasing,  // n_past + t
+  kShuffled,    // the same, in random order
+  kPadded,      // the same, with negative positions at the end of each sequence
+  kAnyOrder,    // random, repeated, negative, at and past kv_len, INT32_MAX and INT32_MIN
+};
+
+struct Case {
+  std::string name;
+  AttentionProblem problem;
+  Positions positions = Positions::kIncreasing;
+  int64_t n_past = 0;
+  bool with_lse = true;
+  // Elements by which the bases of q, k, v and out are moved off their 256-byte alignment.
+  int64_t misalignment = 0;
+  // A slot holding NaN in K and V that some rows see and others do not; -1: none.
+  int64_t nan_slot = -1;
+  // Small cases are few tiles each: what the sanitizers can run in seconds.
+  bool is_small = true;
+};
+
+const std::vector<Case>& AllCases();
+
+}  // namespace jax_fa::harness
+
+#endif  // JAX_FA_TESTS_HARNESS_CASES_H_

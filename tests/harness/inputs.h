@@ -1,0 +1,38 @@
+// Seeded data of a case, on the host: unit-normal q, K and V, positions, and poison in every slot
+// that no row sees.
+
+#ifndef JAX_FA_TESTS_HARNESS_INPUTS_H_
+#define JAX_FA_TESTS_HARNESS_INPUTS_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "ffi/attention_params.h"
+#include "tests/harness/cases.h"
+
+namespace jax_fa::harness {
+
+// An array as it is stored, and the values that stands for.
+struct HostArray {
+  DType dtype = DType::kFloat32;
+  std::vector<uint8_t> bytes;
+  std::vector<float> values;
+};
+
+struct Inputs {
+  HostArray q;                     // [batch, q_len, q_heads, head_dim]
+  HostArray k;                     // [batch, kv_len, kv_heads, head_dim]
+  HostArray v;                     // [batch, kv_len, kv_heads, head_dim]
+  std::vector<int32_t> positions;  // [batch, q_len]
+};
+
+Inputs MakeInputs(const Case& c, uint64_t seed);
+
+// Rounds `values` to `dtype`; `values` of the result are the rounded ones.
+HostArray Store(std::vector<float> values, DType dtype);
+// The values of stored bytes.
+HostArray Load(std::vector<uint8_t> bytes, DType dtype);
+
+}  // namespace jax_fa::harness
+
+#endif  // JAX_FA_TESTS_HARNESS_INPUTS_H_
