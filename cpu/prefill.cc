@@ -31,8 +31,8 @@ namespace {
 
 constexpr char kIsaVariable[] = "JAX_FA_CPU_ISA";
 
-// Rows of a tile. Many, so that packing a KV tile (some 5 % of the time at 96 rows) is paid by
-// many; not more, so that queries and output stay in L2 beside the KV tile.
+// Rows of a tile. Many, since a KV tile is packed once for all of them: 384 rows are 4 % faster
+// than 96 (head_dim 64 and 128, Zen 4). Not more, so that the tiles stay many enough to share out.
 constexpr int64_t kMaxTileRows = 384;
 constexpr int64_t kMinTileRows = 24;
 // So that the last tiles to finish are a small part of each worker's share.

@@ -127,7 +127,7 @@ inline void Transpose(Vec (&square)[kLanes]) {
 }
 
 // 2^x for x <= 0: the nearest integer n goes to the exponent, x - n in [-1/2, 1/2] to a minimax
-// polynomial (relative error 9.4e-8, and exactly 1 at 0). Below 2^-126 it is 0; NaN stays NaN.
+// polynomial of relative error 9.4e-8 that is 1 at 0. From x = -126.5 down it is 0; NaN stays NaN.
 inline Vec Exp2(Vec x) {
   x = Max(Splat(-127.0f), x);
   // 1.5 * 2^23 moves n to the low bits; the 127 is the exponent's bias.

@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <optional>
 #include <string>
 
@@ -79,7 +80,13 @@ ffi::Error Run(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuf
   }
   if (IsEmpty(params)) return ffi::Error::Success();
   const int num_threads = static_cast<int>(std::max<int64_t>(pool.num_threads(), 1));
-  cpu::PrefillAttention(params, num_threads, OnPool(pool, num_threads));
+  try {
+    cpu::PrefillAttention(params, num_threads, OnPool(pool, num_threads));
+  } catch (const std::bad_alloc&) {
+    // Nothing may be thrown across the FFI.
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted,
+                      "jax_fa.prefill_attention: out of host memory for the CPU kernel's tiles.");
+  }
   return ffi::Error::Success();
 }
 

@@ -23,9 +23,10 @@ constexpr int kThreads = 128;
 constexpr int kWarpSize = 32;
 constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kTileKv = kThreads;  // one slot a thread
-// Columns of out a thread holds at once. A wider head is served in several passes over K, each
-// computing the same scores again: slow, but without a limit on head_dim.
-constexpr int kColumnsPerThread = 4;
+// Columns of out a thread holds at once; more would cost occupancy, or spill. A head wider than
+// 256 is served in several passes over K, each computing the same scores again: slow, but without
+// a limit on head_dim.
+constexpr int kColumnsPerThread = 2;
 constexpr int kColumnsPerPass = kThreads * kColumnsPerThread;
 constexpr int64_t kMaxGrid = (int64_t{1} << 31) - 1;
 
