@@ -1,0 +1,58 @@
+"""C7 on a GPU: the call is captured into a command buffer, and replays with other positions.
+
+Capture itself is the proof that a launch neither synchronises nor allocates: CUDA fails both while
+a stream is captured.
+"""
+
+import jax
+import pytest
+from scripts import run_script
+
+pytestmark = pytest.mark.skipif(
+    jax.default_backend() != "gpu", reason="command buffers are a GPU's; an NVIDIA GPU runs this"
+)
+
+SCRIPT = """
+import glob, os, pathlib, re, sys
+dump, kernel = {dump!r}, {kernel!r}
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_gpu_graph_min_graph_size=1 --xla_dump_to=" + dump
+)
+import jax, jax.numpy as jnp, numpy as np, jax_fa
+
+rng = np.random.default_rng(148)
+q = jnp.asarray(rng.standard_normal((2, 3, 4, 64)), jnp.float16)
+k, v = (jnp.asarray(rng.standard_normal((2, 500, 2, 64)), jnp.float16) for _ in range(2))
+
+@jax.jit
+def captured(q, k, v, positions):
+    for _ in range(3):
+        q = jax_fa.prefill_attention(q, k, v, positions, implementation=kernel)
+    return q
+
+def alone(q, k, v, positions):
+    for _ in range(3):
+        q = jax_fa.prefill_attention(q, k, v, positions, implementation=kernel)
+    return q
+
+rows = np.arange(3, dtype=np.int32)
+for start in ([0, 0], [400, 7], [497, 497], [-3, -3], [0, 0], [250, 63]):
+    positions = jnp.asarray(np.asarray(start, np.int32)[:, None] + rows)
+    for _ in range(3):
+        got = np.asarray(captured(q, k, v, positions))
+    want = np.asarray(alone(q, k, v, positions))
+    assert (got.view(np.uint16) == want.view(np.uint16)).all(), start
+
+texts = {{
+    path: pathlib.Path(path).read_text(errors="replace")
+    for path in glob.glob(dump + "/*captured*thunk*")
+}}
+both = ("kCommandBuffer", "kCustomCall")
+inside = [path for path, text in texts.items() if all(kind in text for kind in both)]
+assert inside, "no command buffer holds the call; files: " + ", ".join(sorted(texts))
+print("captured", len(inside))
+"""
+
+
+def test_c7_captured_calls_replay_with_other_positions(kernel, tmp_path):
+    assert "captured" in run_script(SCRIPT.format(dump=str(tmp_path), kernel=kernel))
