@@ -5,13 +5,39 @@ Every kernel is tested against this. It materialises the [T, S] scores: use it t
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_fa import checks
+
+
+@overload
+def prefill_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    positions: Any,
+    *,
+    scale: float | None = None,
+    return_lse: Literal[False] = False,
+    chunk_invariant: bool = True,
+) -> jax.Array: ...
+
+
+@overload
+def prefill_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    positions: Any,
+    *,
+    scale: float | None = None,
+    return_lse: Literal[True],
+    chunk_invariant: bool = True,
+) -> tuple[jax.Array, jax.Array]: ...
 
 
 def prefill_attention(
