@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal, overload
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from jax_fa import checks, dispatch, native
+from jax_fa import checks, dispatch, transforms
 
 
 @overload
@@ -88,10 +87,17 @@ def prefill_attention(
     wanted = dispatch.check_implementation(implementation)
     if wanted:
         _check_can_serve(call, wanted, q)
-    out, *lse = _custom_call(call, return_lse, wanted)
+    config = transforms.Config(float(call.scale), call.chunk_invariant, wanted, return_lse)
+    results = _attend(config, call.q, call.k, call.v, call.positions)
     if call.unbatched:
-        out, lse = out[0], [x[0] for x in lse]
-    return (out, lse[0]) if return_lse else out
+        results = [result[0] for result in results]
+    return (results[0], results[1]) if return_lse else results[0]
+
+
+# Compiled as a whole also where the caller does not use jit. Its name shows in profiles.
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _attend(config: transforms.Config, *operands: jax.Array) -> list[jax.Array]:
+    return transforms.attend(config, *operands)
 
 
 def _check_can_serve(call: checks.Call, wanted: str, q: Any) -> None:
@@ -118,24 +124,3 @@ def _check_can_serve(call: checks.Call, wanted: str, q: Any) -> None:
         raise ValueError(
             f"implementation={wanted!r} cannot serve this call: {reasons[0][wanted]}; {instead}."
         )
-
-
-def _custom_call(call: checks.Call, return_lse: bool, wanted: str) -> list[jax.Array]:
-    """[out] or [out, lse]; the only place that knows the custom call's operands and attributes."""
-    native.load()
-    results = [jax.ShapeDtypeStruct(call.q.shape, call.q.dtype)]
-    if return_lse:
-        results.append(jax.ShapeDtypeStruct(call.q.shape[:-1], jnp.float32))
-    # Attribute types are part of the handler's signature (ffi/decode.h), and JAX's caches compare
-    # them by value, so 1.0 and np.float32(1.0) must never both get here.
-    return list(
-        jax.ffi.ffi_call(native.PREFILL_TARGET, results, vmap_method="broadcast_all")(
-            call.q,
-            call.k,
-            call.v,
-            call.positions,
-            scale=np.float32(call.scale),
-            chunk_invariant=bool(call.chunk_invariant),
-            implementation=str(wanted),
-        )
-    )

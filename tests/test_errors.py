@@ -135,10 +135,9 @@ def test_kernel_of_another_platform_is_refused():
 
 def test_handler_refuses_a_kernel_of_another_platform_by_itself():
     """As an exported program would meet it: the Python checks are not in the way."""
-    call = jax_fa.checks.check_call(*make())
     other = "portable" if jax_fa.available_kernels() == ("cpu",) else "cpu"
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"implementation='{other}'"):
-        jax.block_until_ready(jax_fa.api._custom_call(call, False, other))
+        call_directly(*make(), implementation=other)
 
 
 DIRECT = {

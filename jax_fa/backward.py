@@ -1,0 +1,136 @@
+"""Gradients of prefill attention: blocks of scores, recomputed from the log-sum-exp.
+
+In ``jax.numpy``, float32; XLA compiles it, for CPUs and GPUs alike. Memory is linear in T + S: one
+block of [_Q_BLOCK, _KV_BLOCK] scores per query head at a time. Deterministic.
+
+Source: FlashAttention-2 (Dao, 2023), section 3.1.2, with the cotangent of lse added to delta.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+# q [B, T, Hq, D], k and v [B, S, Hk, D], positions [B, T]
+Operands = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+
+_Q_BLOCK = 256
+_KV_BLOCK = 256
+
+
+def gradients(
+    operands: Operands,
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    d_lse: jax.Array,
+    scale: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(d_q, d_k, d_v), shapes and dtypes of q, k, v.
+
+    Rows that see nothing and slots that no row sees get exactly 0, whatever they hold.
+
+    Args:
+      operands: q, k, v and positions of the call.
+      out: The result, ``[B, T, Hq, D]``.
+      lse: Its log-sum-exp, ``[B, T, Hq]``.
+      d_out: Cotangent of out.
+      d_lse: Cotangent of lse.
+      scale: The factor on q·k.
+    """
+    q, k, v, positions = operands
+    kv_len = k.shape[1]
+    rows = jax.tree.map(
+        lambda x: _into_blocks(x, _Q_BLOCK),
+        _rows(operands, out, lse, d_out, d_lse),
+    )
+    seen = jnp.arange(kv_len) <= jnp.max(positions, axis=1, initial=-1)[:, None]  # [B, S]
+    slots = [_where(seen, x.astype(jnp.float32)) for x in (k, v)]
+    slot_blocks = [_into_blocks(x, _KV_BLOCK) for x in slots]
+    index_blocks = _into_blocks(jnp.arange(kv_len)[None], _KV_BLOCK)[:, 0]
+
+    def kv_block(d_q: jax.Array, block: Any) -> tuple[jax.Array, Any]:
+        k_block, v_block, index = block
+
+        def q_block(carry: Any, row_block: Any) -> tuple[Any, jax.Array]:
+            d_q_part, d_k_part, d_v_part = _block(row_block, k_block, v_block, index, scale)
+            return (carry[0] + d_k_part, carry[1] + d_v_part), d_q_part
+
+        zeros = (jnp.zeros_like(k_block), jnp.zeros_like(v_block))
+        (d_k, d_v), d_q_parts = jax.lax.scan(q_block, zeros, rows)
+        return d_q + d_q_parts, (d_k, d_v)
+
+    d_q_blocks, (d_k_blocks, d_v_blocks) = jax.lax.scan(
+        kv_block, jnp.zeros_like(rows["q"]), (*slot_blocks, index_blocks)
+    )
+    d_q = _from_blocks(d_q_blocks, q.shape[1]).reshape(q.shape).astype(q.dtype)
+    d_k, d_v = (_from_blocks(x, kv_len) for x in (d_k_blocks, d_v_blocks))
+    return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype)
+
+
+def _where(mask: jax.Array, x: jax.Array) -> jax.Array:
+    """x where mask, which lacks x's last axes; 0 elsewhere, by selection, so NaN does not pass."""
+    return jnp.where(mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim)), x, 0.0)
+
+
+def _rows(
+    operands: Operands, out: jax.Array, lse: jax.Array, d_out: jax.Array, d_lse: jax.Array
+) -> dict[str, jax.Array]:
+    """What a row brings to its gradients, float32, heads grouped: [B, T, Hk, r, ...].
+
+    delta is sum_d(d_out * out) - d_lse: what the normalisation takes back from each score.
+    """
+    q, k, _, positions = operands
+    kv_len, kv_heads = k.shape[1:3]
+    empty = jnp.isneginf(lse)  # [B, T, Hq]
+    d_out32 = _where(~empty, d_out.astype(jnp.float32))
+    delta = jnp.sum(d_out32 * out.astype(jnp.float32), axis=-1) - jnp.where(empty, 0.0, d_lse)
+    rows = {
+        "q": _where(~empty, q.astype(jnp.float32)),
+        "lse": jnp.where(empty, 0.0, lse),
+        "d_out": d_out32,
+        "delta": delta,
+    }
+    heads = (kv_heads, q.shape[2] // kv_heads)
+    grouped = {name: x.reshape(*x.shape[:2], *heads, *x.shape[3:]) for name, x in rows.items()}
+    # A count, not a position: the rows of zeros that _into_blocks adds must see nothing.
+    return grouped | {"visible": jnp.clip(positions, -1, kv_len - 1) + 1}
+
+
+def _block(
+    row: dict[str, jax.Array], k: jax.Array, v: jax.Array, index: jax.Array, scale: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Parts of d_q, d_k, d_v from one block of rows and one of slots."""
+
+    def product(rule: str, a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.einsum(rule, a, b, precision="highest")
+
+    sees = index < row["visible"][..., None]  # [B, t, s]
+    sees = sees[:, :, None, None]  # [B, t, 1, 1, s]
+    scores = scale * product("btgrd,bsgd->btgrs", row["q"], k)
+    probs = jnp.where(sees, jnp.exp(scores - row["lse"][..., None]), 0.0)
+    d_probs = product("btgrd,bsgd->btgrs", row["d_out"], v)
+    d_scores = jnp.where(sees, scale * probs * (d_probs - row["delta"][..., None]), 0.0)
+    return (
+        product("btgrs,bsgd->btgrd", d_scores, k),
+        product("btgrs,btgrd->bsgd", d_scores, row["q"]),
+        product("btgrs,btgrd->bsgd", probs, row["d_out"]),
+    )
+
+
+def _into_blocks(x: jax.Array, size: int) -> jax.Array:
+    """[B, N, ...] to [ceil(N / size), B, size, ...], padded with zeros."""
+    batch, length = x.shape[:2]
+    blocks = -(-length // size)
+    padding = [(0, 0)] * x.ndim
+    padding[1] = (0, blocks * size - length)
+    padded = jnp.pad(x, padding).reshape(batch, blocks, size, *x.shape[2:])
+    return jnp.moveaxis(padded, 1, 0)
+
+
+def _from_blocks(x: jax.Array, length: int) -> jax.Array:
+    """The inverse of _into_blocks."""
+    blocks, batch, size = x.shape[:3]
+    return jnp.moveaxis(x, 0, 1).reshape(batch, blocks * size, *x.shape[3:])[:, :length]
