@@ -10,7 +10,8 @@ to, in plain ``jax.numpy``.
 
 from importlib.metadata import version as _version
 
-from jax_fa import reference
+from jax_fa import native, reference
+from jax_fa.aot import export_checks
 from jax_fa.api import prefill_attention
 from jax_fa.dispatch import Explanation, available_kernels, explain
 from jax_fa.kv_cache import update_kv_cache
@@ -18,11 +19,15 @@ from jax_fa.states import merge_states
 
 __version__ = _version("jax-fa")
 
+# Here, not on the first call: an exported program finds the handlers without calling any of this.
+native.load()
+
 __all__ = [
     "Explanation",
     "__version__",
     "available_kernels",
     "explain",
+    "export_checks",
     "merge_states",
     "prefill_attention",
     "reference",

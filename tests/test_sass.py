@@ -1,0 +1,50 @@
+"""The machine code of the CUDA kernels, read without a GPU."""
+
+import importlib.util
+
+import pytest
+import sass
+
+import jax_fa
+
+ARCHITECTURES = jax_fa.native.load().cuda_architectures or ""
+
+pytestmark = [
+    pytest.mark.skipif(not ARCHITECTURES, reason="this build has no CUDA kernels to read"),
+    pytest.mark.skipif(
+        sass.find_cuobjdump() is None,
+        reason="needs cuobjdump and nvdisasm, of a CUDA toolkit or from PyPI",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    """Every kernel of the installed module for Hopper."""
+    if "90a" not in ARCHITECTURES:
+        pytest.skip(f"this build is for {ARCHITECTURES}; one with 90a-real runs this")
+    library = importlib.util.find_spec("jax_fa._native").origin
+    return sass.functions(library, "sm_90a")
+
+
+def test_hopper_kernels_multiply_on_wgmma(kernels):
+    hopper = [kernel for kernel in kernels if "hopper" in kernel.name]
+    assert hopper
+    for kernel in hopper:
+        assert kernel.count("HGMMA"), kernel.name
+        assert kernel.count("UTMALDG"), f"{kernel.name} loads nothing by TMA"
+        assert kernel.count("USETMAXREG"), f"{kernel.name} has no register split"
+
+
+def test_hopper_main_loops_keep_descriptors_in_uniform_registers(kernels):
+    """R2UR before each HGMMA is what a divergent branch in the loop costs: a third of the speed."""
+    for kernel in kernels:
+        if "hopper" in kernel.name:
+            loop = kernel.main_loop("HGMMA")
+            assert loop["HGMMA"] >= 8, f"{kernel.name}: no main loop found"
+            assert loop["R2UR"] == 0, f"{kernel.name}: {loop['R2UR']} R2UR in the main loop"
+
+
+def test_no_kernel_uses_local_memory(kernels):
+    for kernel in kernels:
+        assert kernel.count("LDL") + kernel.count("STL") == 0, kernel.name
