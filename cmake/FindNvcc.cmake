@@ -2,10 +2,13 @@
 # Sets JAX_FA_NVCC (empty if there is none) and JAX_FA_NVCC_LINK_FLAGS in the caller.
 
 set(JAX_FA_MIN_CUDA 13.0)
-set(JAX_FA_CUDA "$ENV{JAX_FA_CUDA}" CACHE STRING "auto | system | wheels | off")
-if(JAX_FA_CUDA STREQUAL "")
+# The environment wins over -DJAX_FA_CUDA, and neither is remembered from an earlier configuration.
+if(NOT "$ENV{JAX_FA_CUDA}" STREQUAL "")
+  set(JAX_FA_CUDA "$ENV{JAX_FA_CUDA}")
+elseif(NOT DEFINED JAX_FA_CUDA)
   set(JAX_FA_CUDA auto)
 endif()
+string(TOLOWER "${JAX_FA_CUDA}" JAX_FA_CUDA)
 if(NOT JAX_FA_CUDA MATCHES "^(auto|system|wheels|off)$")
   message(FATAL_ERROR "JAX_FA_CUDA=${JAX_FA_CUDA} is not one of auto, system, wheels, off")
 endif()

@@ -53,7 +53,8 @@ Selection SelectKernel() {
     names += (names.empty() ? "" : ", ") + std::string(kernel->name);
   }
   return {kernels.front(), std::string(kIsaVariable) + " is '" + wanted +
-                               "'; this processor and build have: " + names};
+                               "'; this processor and build have: " + names +
+                               "; or leave it unset for the best"};
 }
 
 // The environment is read once: another thread may change it later.

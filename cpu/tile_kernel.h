@@ -213,7 +213,8 @@ void WriteRows(const QueryTile& tile, const Scratch& scratch) {
     const QueryRow& row = tile.rows[i];
     const float* output = scratch.output + i * padded_dim;
     const float sum = scratch.row_sum[i];
-    const float inverse_sum = row.visible > 0 ? 1.0f / sum : 0.0f;
+    // 0 where nothing is seen, and where all scores are -inf.
+    const float inverse_sum = sum == 0.0f ? 0.0f : 1.0f / sum;
     switch (tile.q_element) {
       case Element::kFloat32:
         WriteRow<Float32>(output, inverse_sum, tile.head_dim, row.index, tile.out);

@@ -4,6 +4,9 @@
 
 #include <atomic>
 
+#ifdef JAX_FA_WITH_HOPPER
+#include "cuda/hopper/hopper.h"
+#endif
 #include "cuda/naive/naive.h"
 #include "cuda/portable/portable.h"
 
@@ -17,9 +20,12 @@ constexpr int kRememberedDevices = 64;
 
 const std::vector<Kernel>& Kernels() {
   static const std::vector<Kernel> kernels = {
-      // A generation made for one architecture goes here, before those that run anywhere.
-      {"portable", PortableRefusal, LaunchPortable},
-      {"naive", NaiveRefusal, LaunchNaive},
+#ifdef JAX_FA_WITH_HOPPER
+      {"hopper", HopperRefusal, LaunchHopper, HopperServesPointers,
+       "q, k, v and out must start at multiples of 16 bytes"},
+#endif
+      {"portable", PortableRefusal, LaunchPortable, nullptr, ""},
+      {"naive", NaiveRefusal, LaunchNaive, nullptr, ""},
   };
   return kernels;
 }
@@ -31,9 +37,13 @@ const Kernel* FindKernel(const std::string& name) {
   return nullptr;
 }
 
-const Kernel* ChooseKernel(const AttentionProblem& problem, ComputeCapability cc) {
+bool ServesPointers(const Kernel& kernel, const AttentionParams& params) {
+  return kernel.serves_pointers == nullptr || kernel.serves_pointers(params);
+}
+
+const Kernel* ChooseKernel(const AttentionParams& params, ComputeCapability cc) {
   for (const Kernel& kernel : Kernels()) {
-    if (kernel.refusal(problem, cc).empty()) return &kernel;
+    if (kernel.refusal(params, cc).empty() && ServesPointers(kernel, params)) return &kernel;
   }
   return nullptr;
 }

@@ -29,6 +29,11 @@ struct Kernel {
   // The caller has checked `refusal`, and that no extent but kv_len is zero (kv_len may be 0: every
   // row is then empty, as if its position were negative).
   cudaError_t (*launch)(const AttentionParams& params, cudaStream_t stream);
+  // Whether the arrays lie where the kernel can read and write them; null: anywhere will do. Known
+  // only when the call runs, so `explain` cannot look at it. XLA aligns all it allocates.
+  bool (*serves_pointers)(const AttentionParams& params);
+  // What serves_pointers asks for, in words.
+  const char* pointer_rule;
 };
 
 // All kernels of this build, the preferred one first.
@@ -37,8 +42,11 @@ const std::vector<Kernel>& Kernels();
 // The row called `name`, or null.
 const Kernel* FindKernel(const std::string& name);
 
-// The first row that serves `problem` on `cc`, or null (naive serves everything it was built for).
-const Kernel* ChooseKernel(const AttentionProblem& problem, ComputeCapability cc);
+// Whether `kernel` can read and write the arrays of `params` where they lie.
+bool ServesPointers(const Kernel& kernel, const AttentionParams& params);
+
+// The first row that serves `params` on `cc`, or null (naive serves everything it was built for).
+const Kernel* ChooseKernel(const AttentionParams& params, ComputeCapability cc);
 
 // Compute capability of the current device, cached per device ordinal.
 cudaError_t CurrentComputeCapability(ComputeCapability* cc);

@@ -15,8 +15,8 @@ ffi::Error Refuse(ffi::AnyBuffer, ffi::AnyBuffer, ffi::AnyBuffer, ffi::AnyBuffer
                   ffi::Result<ffi::AnyBuffer>, std::optional<ffi::Result<ffi::AnyBuffer>>,
                   CallAttributes) {
   return ffi::Error::InvalidArgument(
-      "jax_fa.prefill_attention: this build of jax_fa has no CUDA kernels (no CUDA compiler was "
-      "found when it was installed); reinstall it with JAX_FA_CUDA=wheels in the environment, or "
+      "jax_fa.prefill_attention: jax_fa was built without CUDA kernels; reinstall it with "
+      "JAX_FA_CUDA=wheels in the environment, or "
       "place the call on a CPU.");
 }
 

@@ -42,7 +42,11 @@ ffi::ErrorOr<const cuda::Kernel*> Choose(const AttentionParams& params, const st
                                    "' is not a CUDA kernel of this build; use "
                                    "implementation=None or a name that explain() lists."));
   }
-  if (std::string refusal = kernel->refusal(params, cc); !refusal.empty()) {
+  std::string refusal = kernel->refusal(params, cc);
+  if (refusal.empty() && !cuda::ServesPointers(*kernel, params)) {
+    refusal = std::string(kernel->pointer_rule) + ", and one is a slice of a larger buffer";
+  }
+  if (!refusal.empty()) {
     return ffi::Unexpected(Invalid("implementation='" + wanted + "' cannot serve this call: " +
                                    refusal + "; use implementation=None."));
   }

@@ -12,7 +12,7 @@
 
 namespace jax_fa {
 
-// The attributes of the custom call; jax_fa/dispatch.py writes them, with these names and types.
+// The attributes of the custom call; jax_fa/transforms.py writes them, with these names and types.
 struct CallAttributes {
   float scale;                      // finite
   bool chunk_invariant;             // contract C5

@@ -17,10 +17,10 @@ from jax_fa.dispatch import Explanation, available_kernels, explain
 from jax_fa.kv_cache import update_kv_cache
 from jax_fa.states import merge_states
 
-__version__ = _version("jax-fa")
-
 # Here, not on the first call: an exported program finds the handlers without calling any of this.
 native.load()
+
+__version__ = _version("jax-fa")
 
 __all__ = [
     "Explanation",

@@ -86,7 +86,7 @@ def prefill_attention(
     return_lse = checks.as_flag("return_lse", return_lse)
     wanted = dispatch.check_implementation(implementation)
     if wanted:
-        _check_can_serve(call, wanted, q)
+        dispatch.check_can_serve(call, wanted, (q, k, v, positions))
     config = transforms.Config(float(call.scale), call.chunk_invariant, wanted, return_lse)
     results = _attend(config, call.q, call.k, call.v, call.positions)
     if call.unbatched:
@@ -98,29 +98,3 @@ def prefill_attention(
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _attend(config: transforms.Config, *operands: jax.Array) -> list[jax.Array]:
     return transforms.attend(config, *operands)
-
-
-def _check_can_serve(call: checks.Call, wanted: str, q: Any) -> None:
-    """Refuses a kernel that no device of its platform here could serve the call with.
-
-    Which device a traced call lands on is not known yet, so one that can is enough; the handler
-    asks again on the device itself.
-    """
-    platform = next(platform for platform, name in dispatch.all_kernels() if name == wanted)
-    if isinstance(q, jax.Array) and not isinstance(q, jax.core.Tracer):
-        devices = list(q.devices())
-    else:
-        try:
-            devices = jax.devices(platform)
-        except RuntimeError:
-            raise ValueError(
-                f"implementation={wanted!r} runs on {platform}, and JAX sees no such device; "
-                "use implementation=None."
-            ) from None
-    reasons = [dispatch.refusals_on(call, device) for device in devices]
-    if all(reason[wanted] for reason in reasons):
-        others = [name for name, refusal in reasons[0].items() if not refusal]
-        instead = f"implementation=None would use {others[0]}" if others else "no kernel serves it"
-        raise ValueError(
-            f"implementation={wanted!r} cannot serve this call: {reasons[0][wanted]}; {instead}."
-        )

@@ -46,16 +46,18 @@ def gradients(
         lambda x: _into_blocks(x, _Q_BLOCK),
         _rows(operands, out, lse, d_out, d_lse),
     )
-    seen = jnp.arange(kv_len) <= jnp.max(positions, axis=1, initial=-1)[:, None]  # [B, S]
+    index = jnp.arange(kv_len)[None]
+    seen = index <= jnp.max(positions, axis=1, initial=-1)[:, None]  # [B, S]
     slots = [_where(seen, x.astype(jnp.float32)) for x in (k, v)]
     slot_blocks = [_into_blocks(x, _KV_BLOCK) for x in slots]
-    index_blocks = _into_blocks(jnp.arange(kv_len)[None], _KV_BLOCK)[:, 0]
+    # Counted from 1, so that the slots of zeros that _into_blocks adds stand before all others.
+    number_blocks = _into_blocks(index + 1, _KV_BLOCK)
 
     def kv_block(d_q: jax.Array, block: Any) -> tuple[jax.Array, Any]:
-        k_block, v_block, index = block
+        k_block, v_block, number = block
 
         def q_block(carry: Any, row_block: Any) -> tuple[Any, jax.Array]:
-            d_q_part, d_k_part, d_v_part = _block(row_block, k_block, v_block, index, scale)
+            d_q_part, d_k_part, d_v_part = _block(row_block, k_block, v_block, number, scale)
             return (carry[0] + d_k_part, carry[1] + d_v_part), d_q_part
 
         zeros = (jnp.zeros_like(k_block), jnp.zeros_like(v_block))
@@ -63,9 +65,10 @@ def gradients(
         return d_q + d_q_parts, (d_k, d_v)
 
     d_q_blocks, (d_k_blocks, d_v_blocks) = jax.lax.scan(
-        kv_block, jnp.zeros_like(rows["q"]), (*slot_blocks, index_blocks)
+        kv_block, jnp.zeros_like(rows["q"]), (*slot_blocks, number_blocks)
     )
-    d_q = _from_blocks(d_q_blocks, q.shape[1]).reshape(q.shape).astype(q.dtype)
+    d_q = _from_blocks(d_q_blocks, q.shape[1]).reshape(q.shape)
+    d_q = _where(~jnp.isneginf(lse), d_q).astype(q.dtype)
     d_k, d_v = (_from_blocks(x, kv_len) for x in (d_k_blocks, d_v_blocks))
     return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype)
 
@@ -88,6 +91,7 @@ def _rows(
     d_out32 = _where(~empty, d_out.astype(jnp.float32))
     delta = jnp.sum(d_out32 * out.astype(jnp.float32), axis=-1) - jnp.where(empty, 0.0, d_lse)
     rows = {
+        "live": ~empty,
         "q": _where(~empty, q.astype(jnp.float32)),
         "lse": jnp.where(empty, 0.0, lse),
         "d_out": d_out32,
@@ -95,20 +99,22 @@ def _rows(
     }
     heads = (kv_heads, q.shape[2] // kv_heads)
     grouped = {name: x.reshape(*x.shape[:2], *heads, *x.shape[3:]) for name, x in rows.items()}
-    # A count, not a position: the rows of zeros that _into_blocks adds must see nothing.
+    # A count, not a position, so that the rows of zeros that _into_blocks adds see nothing.
     return grouped | {"visible": jnp.clip(positions, -1, kv_len - 1) + 1}
 
 
 def _block(
-    row: dict[str, jax.Array], k: jax.Array, v: jax.Array, index: jax.Array, scale: float
+    row: dict[str, jax.Array], k: jax.Array, v: jax.Array, number: jax.Array, scale: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Parts of d_q, d_k, d_v from one block of rows and one of slots."""
 
     def product(rule: str, a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.einsum(rule, a, b, precision="highest")
 
-    sees = index < row["visible"][..., None]  # [B, t, s]
-    sees = sees[:, :, None, None]  # [B, t, 1, 1, s]
+    number = number[:, None, None, None]  # [1, 1, 1, 1, s], from 1; 0 is no slot
+    sees = (
+        (number > 0) & (number <= row["visible"][:, :, None, None, None]) & row["live"][..., None]
+    )
     scores = scale * product("btgrd,bsgd->btgrs", row["q"], k)
     probs = jnp.where(sees, jnp.exp(scores - row["lse"][..., None]), 0.0)
     d_probs = product("btgrd,bsgd->btgrs", row["d_out"], v)

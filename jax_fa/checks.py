@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -40,7 +41,7 @@ class Call:
 
 def as_array(name: str, value: Any) -> jax.Array:
     """``value`` as a jax array; refuses what only looks like one."""
-    if isinstance(value, list | tuple | int | float | complex | bool) or value is None:
+    if isinstance(value, list | tuple | dict | str | bytes | int | float | complex | None):
         raise TypeError(
             f"{name} is a {type(value).__name__}; it must be an array "
             f"(for nested lists: jnp.asarray({name}))."
@@ -52,10 +53,9 @@ def as_array(name: str, value: Any) -> jax.Array:
         )
     try:
         return jnp.asarray(value)
-    except TypeError as error:
-        raise TypeError(
-            f"{name} has type {type(value).__name__}, which JAX does not take as an array."
-        ) from error
+    except (TypeError, ValueError) as error:
+        kind = f"dtype {value.dtype}" if hasattr(value, "dtype") else f"type {type(value).__name__}"
+        raise TypeError(f"{name} has {kind}, which JAX does not take as an array.") from error
 
 
 def _names(dtypes: tuple[Any, ...]) -> str:
@@ -92,19 +92,26 @@ def _check_query_dtype(q: jax.Array, k: jax.Array) -> None:
 
 def as_positions(positions: Any, name: str = "positions") -> jax.Array:
     """Integer positions of any width as int32; values outside it keep their meaning by clamping."""
+    if isinstance(positions, np.ndarray) and np.issubdtype(positions.dtype, np.integer):
+        # Without x64, JAX would cut 64-bit integers down to 32 bits; 2^32 would become slot 0.
+        positions = _clip_to_int32(positions, np)
     positions = as_array(name, positions)
     if not jnp.issubdtype(positions.dtype, jnp.integer):
         raise TypeError(
             f"{name} has dtype {positions.dtype}; it must be an integer array "
             f"(for example {name}.astype(jnp.int32))."
         )
-    if positions.dtype == jnp.int32:
+    return _clip_to_int32(positions, jnp)
+
+
+def _clip_to_int32(positions: Any, xp: ModuleType) -> Any:
+    """Beyond int32 lies beyond any cache, and all negative positions mean padding."""
+    if positions.dtype == np.int32:
         return positions
     info = jnp.iinfo(positions.dtype)
     if info.max > _INT32_MAX:
-        # Beyond int32 lies beyond any cache, and all negative positions mean padding.
-        positions = jnp.clip(positions, max(-1, int(info.min)), _INT32_MAX)
-    return positions.astype(jnp.int32)
+        positions = xp.clip(positions, max(-1, int(info.min)), _INT32_MAX)
+    return positions.astype(np.int32)
 
 
 def _shape(array: jax.Array) -> str:
@@ -122,7 +129,7 @@ def check_cache_shapes(k: jax.Array, v: jax.Array, names: tuple[str, str] = ("k"
             f"{names[0]} has shape {_shape(k)}, {names[1]} has {_shape(v)}; they must be equal."
         )
     slots, heads, head_dim = k.shape[-3:]
-    if heads < 1 or head_dim < 1:
+    if isinstance(heads, int) and isinstance(head_dim, int) and (heads < 1 or head_dim < 1):
         raise ValueError(
             f"{names[0]} has shape {_shape(k)}: {heads} heads of head_dim {head_dim}; both must be "
             "at least 1."
@@ -154,6 +161,11 @@ def _check_query_shape(q: jax.Array, k: jax.Array) -> None:
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(f"k has head_dim {k.shape[-1]}, q has {q.shape[-1]}; they must be equal.")
     q_heads, kv_heads = q.shape[-2], k.shape[-2]
+    if not all(isinstance(extent, int) for extent in (q_heads, kv_heads, q.shape[-1])):
+        raise ValueError(
+            f"q has shape {_shape(q)}, k has {_shape(k)}; batch, tokens and slots may be symbolic, "
+            "heads and head_dim must be numbers."
+        )
     if q_heads < 1 or q_heads % kv_heads != 0:
         raise ValueError(
             f"q has {q_heads} heads, k has {kv_heads}; query heads must be a multiple of kv heads "
@@ -178,12 +190,15 @@ def as_scale(scale: Any, head_dim: int) -> np.float32:
     if isinstance(scale, jax.core.Tracer):
         raise TypeError(
             "scale is a traced value; it is compiled into the program, so it must be a Python "
-            "number (multiply q by a traced factor instead)."
+            "number (inside jit, jnp values are traced: use numpy or math, or multiply q by the "
+            "factor)."
         )
     if isinstance(scale, bool | str | bytes | complex) or np.ndim(scale) != 0:
         raise TypeError(f"scale is {scale!r}; it must be a real number.")
     try:
         value = float(scale)
+    except OverflowError:
+        value = math.inf
     except (TypeError, ValueError) as error:
         raise TypeError(f"scale is {scale!r}; it must be a real number.") from error
     with np.errstate(over="ignore"):

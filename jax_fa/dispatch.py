@@ -7,7 +7,7 @@ same table; see cuda/kernels.h.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ class Explanation:
 
     kernel: str | None
     device: str
-    refusals: Mapping[str, str]
+    refusals: Mapping[str, str] = field(hash=False)
     passed_over: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -81,8 +81,11 @@ def _capability(device: jax.Device) -> int:
 def _problem(call: checks.Call) -> Any:
     table = native.load()
     problem = table.AttentionProblem()
-    problem.batch, problem.q_len, problem.q_heads, problem.head_dim = call.q.shape
-    problem.kv_len, problem.kv_heads = call.k.shape[1:3]
+    # A symbolic extent stands for any; no kernel's choice depends on how long these are.
+    extents = [extent if isinstance(extent, int) else 1 for extent in call.q.shape]
+    problem.batch, problem.q_len, problem.q_heads, problem.head_dim = extents
+    problem.kv_len = call.k.shape[1] if isinstance(call.k.shape[1], int) else 1
+    problem.kv_heads = call.k.shape[2]
     problem.q_dtype = getattr(table.DType, str(call.q.dtype))
     problem.kv_dtype = getattr(table.DType, str(call.k.dtype))
     problem.scale = float(call.scale)
@@ -90,11 +93,22 @@ def _problem(call: checks.Call) -> Any:
     return problem
 
 
-def _device_of(value: Any) -> jax.Device:
-    """The device that a call with this operand would run on."""
-    if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer):
-        return next(iter(value.devices()))
-    return default_device()
+def _devices_of(operands: tuple[Any, ...]) -> list[jax.Device]:
+    """The devices that a call with these operands would run on; none if that is not settled yet."""
+    arrays = [
+        x for x in operands if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    ]
+    for array in sorted(arrays, key=lambda array: not array.committed):
+        return sorted(array.devices(), key=lambda device: device.id)
+    return []
+
+
+def _check_device(device: Any) -> jax.Device:
+    if device is None:
+        return default_device()
+    if not isinstance(device, jax.Device):
+        raise TypeError(f"device is {device!r}; pass a jax.Device, such as jax.devices('cpu')[0].")
+    return device
 
 
 def default_device() -> jax.Device:
@@ -118,6 +132,40 @@ def refusals_on(call: checks.Call, device: jax.Device) -> dict[str, str]:
     return reasons
 
 
+def check_can_serve(call: checks.Call, wanted: str, operands: tuple[Any, ...]) -> None:
+    """Refuses a kernel that no device of its platform here could serve the call with.
+
+    Which device a traced call lands on is not known yet, so one that can is enough; the handler
+    asks again on the device itself.
+    """
+    platform = next(platform for platform, name in all_kernels() if name == wanted)
+    devices = _devices_of(operands)
+    if not devices:
+        try:
+            devices = jax.devices(platform)
+        except RuntimeError:
+            raise ValueError(
+                f"implementation={wanted!r} runs on {platform}, and JAX sees no such device; "
+                "use implementation=None."
+            ) from None
+    reasons = [refusals_on(call, device) for device in devices]
+    if all(reason[wanted] for reason in reasons):
+        others = [name for name, refusal in reasons[0].items() if not refusal]
+        instead = f"implementation=None would use {others[0]}" if others else "no kernel serves it"
+        raise ValueError(
+            f"implementation={wanted!r} cannot serve this call: {reasons[0][wanted]}; {instead}."
+        )
+
+
+def _check_shapes(*operands: Any, **options: Any) -> checks.Call:
+    """checks.check_call, which also takes operands that are shapes without data."""
+    if not any(isinstance(x, jax.ShapeDtypeStruct) for x in operands):
+        return checks.check_call(*operands, **options)
+    calls: list[checks.Call] = []
+    jax.eval_shape(lambda *traced: calls.append(checks.check_call(*traced, **options)), *operands)
+    return calls[0]
+
+
 def explain(
     q: Any,
     k: Any,
@@ -135,7 +183,8 @@ def explain(
     Nothing is computed or compiled; inside ``jit`` it looks at the traced shapes.
 
     Args:
-      q: As for :func:`jax_fa.prefill_attention`, and so are k, v, positions and the options.
+      q: As for :func:`jax_fa.prefill_attention`, and so are k, v, positions and the options; all
+        four may also be ``jax.ShapeDtypeStruct``.
       k: See q.
       v: See q.
       positions: See q.
@@ -143,8 +192,8 @@ def explain(
       return_lse: See q; every kernel can return it.
       chunk_invariant: See q.
       implementation: See q. With a name, the answer is that kernel or None.
-      device: The device to ask about; by default the one that q is on, or JAX's default device
-        where q is traced or a numpy array.
+      device: The device to ask about; by default the one that the arrays are on, or JAX's default
+        device where they are traced, numpy arrays or shapes.
 
     Returns:
       An :class:`Explanation`; ``print`` it for the answer in words.
@@ -153,9 +202,11 @@ def explain(
       TypeError, ValueError: What ``prefill_attention`` would raise for the same arguments.
     """
     checks.as_flag("return_lse", return_lse)
-    call = checks.check_call(q, k, v, positions, scale=scale, chunk_invariant=chunk_invariant)
+    call = _check_shapes(q, k, v, positions, scale=scale, chunk_invariant=chunk_invariant)
     wanted = check_implementation(implementation)
-    device = _device_of(q) if device is None else device
+    if device is None:
+        device = next(iter(_devices_of((q, k, v, positions))), None)
+    device = _check_device(device)
     reasons = refusals_on(call, device)
     able = [name for name, reason in reasons.items() if not reason]
     serving = [wanted] if wanted in able else ([] if wanted else able)
@@ -172,6 +223,6 @@ def available_kernels(device: jax.Device | None = None) -> tuple[str, ...]:
 
     The preferred one comes first. Whether one serves a given call is for :func:`explain` to say.
     """
-    device = default_device() if device is None else device
-    platform = _PLATFORMS.get(device.platform, device.platform)
+    platform_name = _check_device(device).platform
+    platform = _PLATFORMS.get(platform_name, platform_name)
     return tuple(name for kernel_platform, name in all_kernels() if kernel_platform == platform)

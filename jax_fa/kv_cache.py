@@ -16,7 +16,8 @@ def update_kv_cache(
     """The cache with the new rows of k and v at their positions.
 
     Under ``jit`` with both caches donated, it writes in place and copies nothing (on CPUs, a
-    bfloat16 cache needs jax 0.11 or newer for that).
+    bfloat16 cache needs jax 0.11 or newer for that). With T > 1 it takes an int32 ``[B, S]``, to
+    find slots that are named twice.
 
     Args:
       k_cache: ``[B, S, Hk, D]`` or ``[S, Hk, D]``; float16 or bfloat16.
@@ -54,6 +55,8 @@ def _scatter_rows(
 ) -> tuple[jax.Array, jax.Array]:
     """Writes rows [B, T, Hk, D] into caches [B, S, Hk, D] at positions [B, T]."""
     batch, slots = caches[0].shape[:2]
+    if slots == 0:
+        return caches
     b = jnp.arange(batch, dtype=jnp.int32)[:, None]
     slot = _slots_to_write(positions, slots)
 
@@ -75,6 +78,8 @@ def _slots_to_write(positions: jax.Array, slots: int) -> jax.Array:
     outside = (positions < 0) | (positions >= slots)
     dropped = slots + t
     slot = jnp.where(outside, dropped, positions)
+    if tokens == 1:
+        return slot
     last = jnp.full((batch, slots), -1, jnp.int32).at[b, slot].max(t, mode="drop")
     wins = last.at[b, slot].get(mode="fill", fill_value=-1) == t
     return jnp.where(wins, slot, dropped)

@@ -41,10 +41,14 @@ def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[jax.Ar
     total = weight_a + weight_b
 
     def part(out: jax.Array, weight: jax.Array) -> jax.Array:
-        # By select: a state of weight 0 may hold anything.
-        share = (weight / jnp.where(total == 0, 1.0, total))[..., None]
-        return jnp.where(share == 0, 0.0, share * out.astype(jnp.float32))
+        share = weight / jnp.where(total == 0, 1.0, total)
+        return share[..., None] * out.astype(jnp.float32)
 
-    merged = part(out_a, weight_a) + part(out_b, weight_b)
+    merged = (part(out_a, weight_a) + part(out_b, weight_b)).astype(out_a.dtype)
+    # By selection, not by weight: a state of weight 0 may hold anything, and the other one keeps
+    # its bits.
+    merged = jnp.where((weight_b == 0)[..., None], out_a, merged)
+    merged = jnp.where((weight_a == 0)[..., None], out_b, merged)
+    merged = jnp.where((total == 0)[..., None], jnp.zeros_like(merged), merged)
     lse = jnp.where(total == 0, -jnp.inf, anchor + jnp.log(jnp.where(total == 0, 1.0, total)))
-    return merged.astype(out_a.dtype), lse
+    return merged, lse

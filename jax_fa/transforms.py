@@ -110,7 +110,8 @@ def attend(config: Config, *operands: jax.Array) -> list[jax.Array]:
 
 
 def _attend_forward(config: Config, *operands: jax.Array) -> tuple[list[jax.Array], Any]:
-    out, lse = _mappable_call(config.with_lse())(*operands)
+    # By attend itself, so that the gradient can be differentiated in its turn.
+    out, lse = attend(config.with_lse(), *operands)
     results = [out, lse] if config.return_lse else [out]
     return results, (operands, out, lse)
 
@@ -120,9 +121,7 @@ def _attend_backward(config: Config, residuals: Any, cotangents: list[jax.Array]
     d_out = cotangents[0]
     d_lse = cotangents[1] if config.return_lse else jnp.zeros_like(lse)
     d_q, d_k, d_v = backward.gradients(operands, out, lse, d_out, d_lse, config.scale)
-    # Integer inputs have cotangents of the type without values.
-    d_positions = np.zeros(operands[3].shape, jax.dtypes.float0)
-    return d_q, d_k, d_v, d_positions
+    return d_q, d_k, d_v, None  # integer positions have no gradient
 
 
 attend.defvjp(_attend_forward, _attend_backward)

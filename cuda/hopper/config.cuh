@@ -1,0 +1,158 @@
+// Sizes of the Hopper kernel: tiles, stages, registers, shared memory. The kernel itself is in
+// prefill_kernel.cuh; docs/hopper.md draws the schedule and the memory map.
+
+#ifndef JAX_FA_CUDA_HOPPER_CONFIG_CUH_
+#define JAX_FA_CUDA_HOPPER_CONFIG_CUH_
+
+#include <cuda.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace jax_fa::cuda::hopper {
+
+constexpr int kWarpgroup = 128;      // threads
+constexpr int kSwizzleColumns = 64;  // 16-bit columns in a 128-byte swizzled row
+
+// What may be tuned; docs/hopper.md has what each choice gained. A row's bits depend on kTileKV
+// alone, so that is one value per (element, head dim) on the chunk-invariant path.
+struct Tuning128 {
+  static constexpr int kConsumers = 2;  // warpgroups of 64 query rows each
+  static constexpr int kTileKV = 128;   // slots in a KV tile
+  static constexpr int kKvStages = 4;   // KV tiles, K or V, in the ring
+  static constexpr int kQStages = 2;    // query tiles in flight
+  static constexpr int kBlocksPerSm = 1;
+  // A 16-bit output leaves through the tile's Q stage and TMA, or straight from registers.
+  static constexpr bool kStagesOutput = true;
+  // Scores turned into weights before the wait for the product P.V in flight.
+  static constexpr int kEarlyScores = 16;
+};
+
+// Query tiles of 64 rows, two blocks on an SM: for few query rows.
+struct Tuning128Small : Tuning128 {
+  static constexpr int kConsumers = 1;
+  static constexpr int kKvStages = 3;
+  static constexpr int kQStages = 1;
+  static constexpr int kBlocksPerSm = 2;
+};
+
+// Half the products for the same exponentials: a third consumer hides more of them.
+struct Tuning64 : Tuning128 {
+  static constexpr int kConsumers = 3;
+};
+
+// Three consumers on smaller KV tiles, for many and long query tiles; another KV tile, so only for
+// callers who do without chunk invariance.
+struct Tuning128Wide : Tuning128 {
+  static constexpr int kConsumers = 3;
+  static constexpr int kTileKV = 64;
+  static constexpr int kKvStages = 8;
+};
+
+struct Tuning64Small : Tuning128Small {
+  static constexpr int kKvStages = 4;
+};
+
+// The output takes 128 registers a thread, and Q 64 KB: there is one stage, free for the next Q
+// before the tile's end since the output does not go through it.
+struct Tuning256 : Tuning128 {
+  static constexpr int kTileKV = 80;
+  static constexpr int kQStages = 1;
+  static constexpr bool kStagesOutput = false;
+};
+
+// One build of the kernel. `Element` is the type of k and v, `Query` that of q and out: Element or
+// float. kHeadDim is the padded head dim; columns past the true one are filled with zeros.
+template <typename Element_, typename Query_, int kHeadDim_, typename Tuning>
+struct Config : Tuning {
+  using Element = Element_;
+  using Query = Query_;
+  static constexpr bool kFloatQuery = std::is_same_v<Query, float>;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kPanels = kHeadDim / kSwizzleColumns;  // 64-column panels of a tile
+  static constexpr int kTileQ = 64 * Tuning::kConsumers;
+  static constexpr int kConsumerThreads = kWarpgroup * Tuning::kConsumers;
+  static constexpr int kThreads = kWarpgroup + kConsumerThreads;
+
+  // Warps of the first warpgroup: one issues the copies, three inspect V.
+  static constexpr int kInspectorWarps = 3;
+
+  // The pool is what the launch gives, kLaunchRegisters a thread: a sum over it hangs.
+  static constexpr int kLaunchRegisters = 65536 / (kThreads * Tuning::kBlocksPerSm) / 8 * 8;
+  static constexpr int kProducerRegisters = kThreads == 512 ? 32 : 40;
+  static constexpr int kConsumerRegisters =
+      ((kLaunchRegisters * (1 + Tuning::kConsumers) - kProducerRegisters) / Tuning::kConsumers) /
+      8 * 8;
+
+  static constexpr int kQPanelBytes = kTileQ * kSwizzleColumns * 2;
+  static constexpr int kKvPanelBytes = Tuning::kTileKV * kSwizzleColumns * 2;
+  static constexpr int kQBytes = kQPanelBytes * kPanels;
+  static constexpr int kKvBytes = kKvPanelBytes * kPanels;
+
+  static constexpr bool kStoresThroughShared = Tuning::kStagesOutput && !kFloatQuery;
+
+  static constexpr int kScoreRegisters = Tuning::kTileKV / 2;
+  static constexpr int kProbRegisters = Tuning::kTileKV / 4;
+  static constexpr int kOutRegisters = kHeadDim / 2;
+
+  static_assert(kHeadDim % kSwizzleColumns == 0, "a tile is made of 64-column panels");
+  static_assert(kKvPanelBytes % 1024 == 0, "a swizzled panel starts at a multiple of 1024 bytes");
+  static_assert(Tuning::kTileKV % 16 == 0, "P.V multiplies 16 slots at a time");
+  static_assert(kConsumerRegisters <= 240 && kLaunchRegisters * kThreads <= 65536,
+                "setmaxnreg takes at most 256, and the pool is the SM's register file");
+};
+
+// A query tile as its consumers need to know it, written by the producer but for the last word.
+struct TileInfo {
+  int32_t q_start;  // first token
+  int32_t q_head;
+  int32_t sequence;
+  int32_t kv_tiles;     // at least 1
+  int32_t whole_tiles;  // of these, how many every row sees whole; the others are masked
+  int32_t kv_end;       // slots that some row sees
+  int32_t poisoned;     // set by the inspectors: some V row that some row sees is not finite
+};
+
+// Tiles are [panel][row][64 columns], each 128-byte row swizzled (the TMA mode SWIZZLE_128B).
+template <typename C>
+struct alignas(1024) SharedStorage {
+  uint8_t q[C::kQStages][C::kQBytes];  // the epilogue stages the output in its own rows of it
+  uint8_t kv[C::kKvStages][C::kKvBytes];
+  TileInfo tile[2];
+  int32_t visible[2][C::kTileQ];  // slots each row sees; 0: an empty row
+  uint64_t q_full[C::kQStages];
+  uint64_t q_free[C::kQStages];
+  uint64_t kv_full[C::kKvStages];
+  uint64_t kv_free[C::kKvStages];
+  uint64_t v_raw[C::kKvStages];  // a V tile to be inspected has arrived
+};
+
+// The launch's arguments beside its tensor maps.
+struct KernelParams {
+  const void* q;  // read by threads only when it is float32
+  const void* k;  // read by threads only in rare paths, as is v
+  const void* v;
+  const int32_t* positions;
+  void* out;  // written by threads only when it is float32
+  float* lse;
+  int32_t q_len;
+  int32_t kv_len;
+  int32_t q_heads;
+  int32_t kv_heads;
+  int32_t head_dim;
+  int32_t q_tiles;     // per sequence and head
+  int32_t tiles;       // q_tiles * sequences * q_heads
+  float query_factor;  // a float32 q is multiplied by it before it is rounded
+  float score_factor;  // scores * score_factor are logarithms to base 2 of the weights
+};
+
+struct TensorMaps {
+  CUtensorMap q;  // box [64 columns, kTileQ tokens]
+  CUtensorMap k;  // box [64 columns, kTileKV slots]
+  CUtensorMap v;
+  CUtensorMap out;  // box [64 columns, 16 tokens]: a warp's rows
+};
+
+}  // namespace jax_fa::cuda::hopper
+
+#endif  // JAX_FA_CUDA_HOPPER_CONFIG_CUH_

@@ -1,0 +1,12 @@
+// Builds of the Hopper kernel for head dims up to 64.
+
+#include "cuda/hopper/builds.h"
+#include "cuda/hopper/launch.cuh"
+
+namespace jax_fa::cuda::hopper {
+
+cudaError_t LaunchHeadDim64(const AttentionParams& params, cudaStream_t stream) {
+  return LaunchSizes<64, Tuning64, Tuning64Small>(params, stream);
+}
+
+}  // namespace jax_fa::cuda::hopper

@@ -1,0 +1,138 @@
+// From a call's parameters to a launch of one build of the kernel: tensor maps, grid, shared
+// memory. Included by the .cu files, each of which instantiates some builds.
+
+#ifndef JAX_FA_CUDA_HOPPER_LAUNCH_CUH_
+#define JAX_FA_CUDA_HOPPER_LAUNCH_CUH_
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+
+#include "cuda/hopper/prefill_kernel.cuh"
+#include "cuda/hopper/tensor_map.h"
+#include "ffi/attention_params.h"
+
+namespace jax_fa::cuda::hopper {
+
+inline int32_t CeilDiv(int64_t a, int64_t b) { return static_cast<int32_t>((a + b - 1) / b); }
+
+// SMs of the current device.
+inline cudaError_t CountSms(int* count) {
+  int device = 0;
+  const cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
+}
+
+// Lets the kernel have its shared memory on the current device; once per device and build.
+template <typename C>
+cudaError_t AllowSharedMemory(int device) {
+  static std::atomic<uint64_t> allowed{0};  // bit d: done on device d
+  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
+  if (allowed.load(std::memory_order_acquire) & bit) return cudaSuccess;
+  const cudaError_t error =
+      cudaFuncSetAttribute(PrefillKernel<C>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                           static_cast<int>(sizeof(SharedStorage<C>)));
+  if (error == cudaSuccess) allowed.fetch_or(bit, std::memory_order_release);
+  return error;
+}
+
+// Tensor maps of the four arrays; a map of no slots is not allowed, so an empty cache is described
+// as one slot of q, which is loaded and seen by no row.
+template <typename C>
+cudaError_t MakeTensorMaps(const AttentionParams& params, TensorMaps* maps) {
+  const TensorMapType type = std::is_same_v<typename C::Element, __half> ? TensorMapType::kFloat16
+                                                                         : TensorMapType::kBFloat16;
+  const HeadedArray cache = {params.head_dim, std::max<int64_t>(params.kv_len, 1), params.kv_heads,
+                             params.batch};
+  const HeadedArray rows = {params.head_dim, params.q_len, params.q_heads, params.batch};
+  const bool empty = params.kv_len == 0;
+  cudaError_t error =
+      EncodeTensorMap(empty ? params.q : params.k, cache, type, C::kTileKV, &maps->k);
+  if (error != cudaSuccess) return error;
+  error = EncodeTensorMap(empty ? params.q : params.v, cache, type, C::kTileKV, &maps->v);
+  if (error != cudaSuccess || C::kFloatQuery) return error;
+  error = EncodeTensorMap(params.q, rows, type, C::kTileQ, &maps->q);
+  if (error != cudaSuccess) return error;
+  return EncodeTensorMap(params.out, rows, type, 16, &maps->out);
+}
+
+template <typename C>
+KernelParams MakeKernelParams(const AttentionParams& params) {
+  KernelParams p = {};
+  p.q = params.q;
+  p.k = params.k;
+  p.v = params.v;
+  p.positions = params.positions;
+  p.out = params.out;
+  p.lse = params.lse;
+  p.q_len = static_cast<int32_t>(params.q_len);
+  p.kv_len = static_cast<int32_t>(params.kv_len);
+  p.q_heads = static_cast<int32_t>(params.q_heads);
+  p.kv_heads = static_cast<int32_t>(params.kv_heads);
+  p.head_dim = static_cast<int32_t>(params.head_dim);
+  p.q_tiles = CeilDiv(params.q_len, C::kTileQ);
+  p.tiles = static_cast<int32_t>(p.q_tiles * params.batch * params.q_heads);
+  // A float32 q takes the scale before it is rounded, unless that could overflow a float16.
+  const bool scale_q = C::kFloatQuery && params.scale <= 1.0f;
+  p.query_factor = scale_q ? params.scale : 1.0f;
+  p.score_factor = (scale_q ? 1.0f : params.scale) * static_cast<float>(M_LOG2E);
+  return p;
+}
+
+template <typename C>
+cudaError_t Launch(const AttentionParams& params, cudaStream_t stream) {
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  error = AllowSharedMemory<C>(device);
+  if (error != cudaSuccess) return error;
+  int sm_count = 0;
+  error = CountSms(&sm_count);
+  if (error != cudaSuccess) return error;
+  TensorMaps maps = {};
+  error = MakeTensorMaps<C>(params, &maps);
+  if (error != cudaSuccess) return error;
+  const KernelParams kernel_params = MakeKernelParams<C>(params);
+  const int grid = std::min(kernel_params.tiles, sm_count * C::kBlocksPerSm);
+  PrefillKernel<C><<<grid, C::kThreads, sizeof(SharedStorage<C>), stream>>>(maps, kernel_params);
+  return cudaGetLastError();
+}
+
+// The build for the call's dtypes.
+template <int kHeadDim, typename Tuning>
+cudaError_t LaunchDTypes(const AttentionParams& params, cudaStream_t stream) {
+  const bool half = params.kv_dtype == DType::kFloat16;
+  if (params.q_dtype == DType::kFloat32) {
+    return half ? Launch<Config<__half, float, kHeadDim, Tuning>>(params, stream)
+                : Launch<Config<__nv_bfloat16, float, kHeadDim, Tuning>>(params, stream);
+  }
+  return half ? Launch<Config<__half, __half, kHeadDim, Tuning>>(params, stream)
+              : Launch<Config<__nv_bfloat16, __nv_bfloat16, kHeadDim, Tuning>>(params, stream);
+}
+
+// Whether query tiles of 64 rows fill the device better, which changes no bit: where they leave SMs
+// idle even so, and, two to an SM, where the short tiles of a causal triangle end early enough to
+// make up for the worse use of K and V.
+inline bool PrefersSmallTiles(const AttentionProblem& problem, int sm_count) {
+  const int64_t tiles = CeilDiv(problem.q_len, 64) * problem.batch * problem.q_heads;
+  if (tiles <= sm_count) return true;
+  return tiles <= 2 * sm_count && problem.kv_len < 2 * problem.q_len;
+}
+
+// The build for the call's size.
+template <int kHeadDim, typename Tuning, typename SmallTuning>
+cudaError_t LaunchSizes(const AttentionParams& params, cudaStream_t stream) {
+  int sm_count = 0;
+  const cudaError_t error = CountSms(&sm_count);
+  if (error != cudaSuccess) return error;
+  return PrefersSmallTiles(params, sm_count) ? LaunchDTypes<kHeadDim, SmallTuning>(params, stream)
+                                             : LaunchDTypes<kHeadDim, Tuning>(params, stream);
+}
+
+}  // namespace jax_fa::cuda::hopper
+
+#endif  // JAX_FA_CUDA_HOPPER_LAUNCH_CUH_

@@ -1,0 +1,101 @@
+// What the roles of the Hopper kernel share: the order of the query tiles, the position in the KV
+// ring, and the turns of the consumers on the tensor cores.
+
+#ifndef JAX_FA_CUDA_HOPPER_PIPELINE_CUH_
+#define JAX_FA_CUDA_HOPPER_PIPELINE_CUH_
+
+#include <cstdint>
+
+#include "cuda/hopper/config.cuh"
+#include "cuda/ptx/warp.cuh"
+
+namespace jax_fa::cuda::hopper {
+
+// Which query tiles this block works on, and in what order. Tiles are numbered longest first for
+// growing positions (the last tokens of every head, then those before), heads fastest, so that the
+// query heads of one KV head run side by side and share its K and V in L2. Each round gives every
+// block one tile, forwards and backwards in turn, so that the block with the longest tile of one
+// round has the shortest of the next. A fixed order needs no counter in device memory, and no
+// zeroing of one.
+template <typename C>
+class TileOrder {
+ public:
+  __device__ explicit TileOrder(int32_t tiles) : tiles_(tiles) {}
+
+  __device__ bool Done() const { return Index() >= tiles_; }
+  __device__ void Next() { ++round_; }
+  __device__ int32_t Index() const {
+    const int32_t grid = gridDim.x;
+    const int32_t block = blockIdx.x;
+    return round_ * grid + (round_ % 2 == 0 ? block : grid - 1 - block);
+  }
+
+  // The Q stage of this round's tile, and the parity of that stage's use.
+  __device__ uint32_t QStage() const { return round_ % C::kQStages; }
+  __device__ uint32_t QParity() const { return round_ / C::kQStages % 2; }
+  // The place of its TileInfo and row limits: two, also where there is one Q stage, since those of
+  // a tile are read until its end.
+  __device__ uint32_t InfoStage() const { return round_ % 2; }
+  // The stage of the round before; there is one from the second on.
+  __device__ bool HasPrevious() const { return round_ > 0; }
+  __device__ uint32_t PreviousQStage() const { return (round_ - 1) % C::kQStages; }
+
+ private:
+  int32_t tiles_;
+  uint32_t round_ = 0;
+};
+
+// Address of `pointer`'s target in the block's shared memory.
+__device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// A place in a ring of kCount stages and the parity of its current use.
+template <int kCount>
+struct RingPlace {
+  uint32_t stage = 0;
+  uint32_t parity = 0;
+
+  __device__ void Advance() {
+    if (++stage == kCount) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// Named barriers; 0 is __syncthreads.
+enum NamedBarrier : int { kTurnBarrier = 1, kWarpgroupBarrier = 5, kInspectorBarrier = 9 };
+
+// The turns of two or more consumers: a warpgroup issues the products of a step only after the one
+// before it has issued its own, so that the softmax of one runs under the products of another.
+// Wait() and Pass() alternate in each warpgroup, and all make the same number of turns.
+template <int kConsumers>
+class Turns {
+ public:
+  // The last warpgroup hands the first turn to warpgroup 0.
+  __device__ explicit Turns(int consumer) : consumer_(consumer) {
+    if (kConsumers > 1 && consumer == kConsumers - 1) Pass();
+  }
+  // Read: the barrier that warpgroup consumer_ - 1 arrives at.
+  __device__ void Wait() const {
+    if constexpr (kConsumers > 1) ptx::barrier_sync(kTurnBarrier + consumer_, 2 * kWarpgroup);
+  }
+  __device__ void Pass() const {
+    if constexpr (kConsumers > 1) {
+      const int next = consumer_ == kConsumers - 1 ? 0 : consumer_ + 1;
+      ptx::barrier_arrive(kTurnBarrier + next, 2 * kWarpgroup);
+    }
+  }
+  // Takes the last turn, which nobody uses, so that no barrier is left half full.
+  __device__ void Finish() const {
+    if (consumer_ == 0) Wait();
+  }
+
+ private:
+  int consumer_;
+};
+
+}  // namespace jax_fa::cuda::hopper
+
+#endif  // JAX_FA_CUDA_HOPPER_PIPELINE_CUH_

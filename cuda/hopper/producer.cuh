@@ -1,0 +1,200 @@
+// The first warpgroup: one warp issues every TMA load, the others inspect V in masked tiles.
+
+#ifndef JAX_FA_CUDA_HOPPER_PRODUCER_CUH_
+#define JAX_FA_CUDA_HOPPER_PRODUCER_CUH_
+
+#include <cuda/ptx>
+
+#include "cuda/hopper/config.cuh"
+#include "cuda/hopper/pipeline.cuh"
+#include "ffi/attention_params.h"
+
+namespace jax_fa::cuda::hopper {
+
+namespace cptx = ::cuda::ptx;
+
+// Where a K or V tile begins in the cache.
+struct KvOrigin {
+  int32_t slot;
+  int32_t kv_head;
+  int32_t sequence;
+};
+
+// Loads one K or V tile into the ring's next stage, once its last reader has freed it. The barrier
+// that its arrival completes is that stage's of `arrivals`.
+template <typename C>
+__device__ __forceinline__ void LoadKvTile(SharedStorage<C>& shared, RingPlace<C::kKvStages>& ring,
+                                           const CUtensorMap& map, const KvOrigin& origin,
+                                           uint64_t (&arrivals)[C::kKvStages]) {
+  // Written: by the consumers' warps. Without it the copy overwrites a tile being multiplied.
+  ptx::mbarrier_wait_parity(&shared.kv_free[ring.stage], ring.parity ^ 1);
+  if (threadIdx.x == 0) {
+    uint64_t* full = &arrivals[ring.stage];
+    cptx::mbarrier_arrive_expect_tx(cptx::sem_release, cptx::scope_cta, cptx::space_shared, full,
+                                    C::kKvBytes);
+#pragma unroll
+    for (int panel = 0; panel < C::kPanels; ++panel) {
+      const int32_t coordinates[4] = {panel * kSwizzleColumns, origin.slot, origin.kv_head,
+                                      origin.sequence};
+      cptx::cp_async_bulk_tensor(cptx::space_cluster, cptx::space_global,
+                                 &shared.kv[ring.stage][panel * C::kKvPanelBytes], &map,
+                                 coordinates, full);
+    }
+  }
+  ring.Advance();
+}
+
+// Fills in what the tile's positions decide: the slots each row sees and the KV tiles to visit.
+// All lanes of the producer warp call it.
+template <typename C>
+__device__ __forceinline__ TileInfo DescribeTile(SharedStorage<C>& shared, uint32_t stage,
+                                                 const KernelParams& params, TileInfo info) {
+  const int lane = threadIdx.x % 32;
+  const int32_t* positions = params.positions + static_cast<int64_t>(info.sequence) * params.q_len;
+  int32_t most = 0;
+  int32_t least = params.kv_len;
+#pragma unroll
+  for (int i = 0; i < C::kTileQ / 32; ++i) {
+    const int row = i * 32 + lane;
+    const int32_t token = info.q_start + row;
+    const int32_t visible =
+        token < params.q_len ? VisibleSlots(positions[token], params.kv_len) : 0;
+    shared.visible[stage][row] = visible;
+    // Empty rows bound nothing: their output is zero whatever they compute.
+    most = max(most, visible);
+    if (visible > 0) least = min(least, visible);
+  }
+  info.kv_end = __reduce_max_sync(~0u, most);
+  info.kv_tiles = max((info.kv_end + C::kTileKV - 1) / C::kTileKV, 1);
+  info.whole_tiles = min(__reduce_min_sync(~0u, least) / C::kTileKV, info.kv_tiles);
+  return info;
+}
+
+// Order of the loads of a query tile: Q K0 K1 V0 K2 V1 .. V(n-1), which is the order in which the
+// consumers use them, so that one ring serves both K and V.
+template <typename C>
+__device__ __forceinline__ void ProduceTiles(SharedStorage<C>& shared, const TensorMaps& maps,
+                                             const KernelParams& params) {
+  RingPlace<C::kKvStages> ring;
+  const int32_t group = params.q_heads / params.kv_heads;
+  const int32_t heads_of_all = params.tiles / params.q_tiles;  // sequences * q_heads
+  if (threadIdx.x == 0) {
+    if constexpr (!C::kFloatQuery) ptx::prefetch_tensormap(&maps.q);
+    ptx::prefetch_tensormap(&maps.k);
+    ptx::prefetch_tensormap(&maps.v);
+  }
+  for (TileOrder<C> order(params.tiles); !order.Done(); order.Next()) {
+    const int32_t from_last = order.Index() / heads_of_all;
+    const int32_t head_of_all = order.Index() % heads_of_all;
+    TileInfo info;
+    info.sequence = head_of_all / params.q_heads;
+    info.q_head = head_of_all % params.q_heads;
+    info.q_start = (params.q_tiles - 1 - from_last) * C::kTileQ;
+    info.poisoned = 0;
+    const int32_t kv_head = info.q_head / group;
+    uint64_t* q_full = &shared.q_full[order.QStage()];
+
+    // Written: by every thread that reads this stage's Q, TileInfo or row limits, or stores from
+    // it.
+    ptx::mbarrier_wait_parity(&shared.q_free[order.QStage()], order.QParity() ^ 1);
+    if (!C::kFloatQuery && threadIdx.x == 0) {
+      cptx::mbarrier_expect_tx(cptx::sem_relaxed, cptx::scope_cta, cptx::space_shared, q_full,
+                               C::kQBytes);
+#pragma unroll
+      for (int panel = 0; panel < C::kPanels; ++panel) {
+        const int32_t coordinates[4] = {panel * kSwizzleColumns, info.q_start, info.q_head,
+                                        info.sequence};
+        cptx::cp_async_bulk_tensor(cptx::space_cluster, cptx::space_global,
+                                   &shared.q[order.QStage()][panel * C::kQPanelBytes], &maps.q,
+                                   coordinates, q_full);
+      }
+    }
+    // Slot 0 is visible to every row that sees any, so K0 is wanted before the positions are known.
+    LoadKvTile<C>(shared, ring, maps.k, {0, kv_head, info.sequence}, shared.kv_full);
+    info = DescribeTile<C>(shared, order.InfoStage(), params, info);
+    if (threadIdx.x == 0) shared.tile[order.InfoStage()] = info;
+    ptx::mbarrier_arrive(q_full);  // each lane for what it wrote
+
+    for (int32_t tile = 0; tile < info.kv_tiles; ++tile) {
+      const int32_t slot = tile * C::kTileKV;
+      if (tile + 1 < info.kv_tiles) {
+        LoadKvTile<C>(shared, ring, maps.k, {slot + C::kTileKV, kv_head, info.sequence},
+                      shared.kv_full);
+      }
+      // A masked tile's V goes to the inspectors, who pass it on.
+      LoadKvTile<C>(shared, ring, maps.v, {slot, kv_head, info.sequence},
+                    tile < info.whole_tiles ? shared.kv_full : shared.v_raw);
+    }
+  }
+}
+
+// A row's probability for a slot that it does not see is 0, and 0 times a finite V is nothing. So
+// in masked tiles the inspectors make V finite, and say whether a slot that some row sees was not;
+// the consumers then add what such slots hold to the rows that see them (AddUnfiniteSlots).
+template <typename C>
+__device__ __forceinline__ void InspectVTile(SharedStorage<C>& shared, uint32_t stage, int thread,
+                                             TileInfo& info, int32_t visible_rows) {
+  using Pair =
+      std::conditional_t<std::is_same_v<typename C::Element, __half>, __half2, __nv_bfloat162>;
+  constexpr int kThreads = 32 * C::kInspectorWarps;
+  constexpr int kChunks = C::kKvBytes / 16;
+  constexpr uint32_t kExponent = std::is_same_v<typename C::Element, __half> ? 0x7C00 : 0x7F80;
+  uint4* chunks = reinterpret_cast<uint4*>(shared.kv[stage]);
+  const Pair zero = {typename C::Element(0.0f), typename C::Element(0.0f)};
+  Pair seen = zero;  // stays 0 as long as all is finite: 0 * x is NaN otherwise
+#pragma unroll 4
+  for (int i = thread; i < kChunks; i += kThreads) {
+    uint4 chunk = chunks[i];
+    const Pair* pairs = reinterpret_cast<const Pair*>(&chunk);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) seen = __hfma2(pairs[j], zero, seen);
+  }
+  bool poisoned = false;
+  if (!__hbeq2(seen, zero)) {
+    for (int i = thread; i < kChunks; i += kThreads) {
+      const int row = i % (C::kTileKV * 8) / 8;  // 8 chunks of 16 bytes in a panel's row
+      uint16_t* elements = reinterpret_cast<uint16_t*>(&chunks[i]);
+      for (int j = 0; j < 8; ++j) {
+        if ((elements[j] & kExponent) != kExponent) continue;
+        elements[j] = 0;
+        poisoned |= row < visible_rows;
+      }
+    }
+  }
+  // Zeros by ordinary stores, read by wgmma through the async proxy.
+  cptx::fence_proxy_async(cptx::space_shared);
+  __syncwarp();
+  // All inspectors have finished the tile before one of them passes it on.
+  poisoned = ptx::barrier_or(kInspectorBarrier, kThreads, poisoned);
+  if (thread == 0) {
+    if (poisoned) info.poisoned = 1;
+    ptx::mbarrier_arrive(&shared.kv_full[stage]);
+  }
+}
+
+template <typename C>
+__device__ __forceinline__ void InspectTiles(SharedStorage<C>& shared, const KernelParams& params) {
+  const int thread = threadIdx.x - 32;
+  uint32_t loaded = 0;    // KV tiles before this query tile's, K and V
+  uint32_t parities = 0;  // bit s: parity of the next V tile to inspect in stage s
+  for (TileOrder<C> order(params.tiles); !order.Done(); order.Next()) {
+    // Written: by TMA (Q) and the producer warp.
+    ptx::mbarrier_wait_parity(&shared.q_full[order.QStage()], order.QParity());
+    TileInfo& shared_info = shared.tile[order.InfoStage()];
+    const TileInfo info = shared_info;
+    ptx::mbarrier_arrive(&shared.q_free[order.QStage()]);
+    for (int32_t tile = info.whole_tiles; tile < info.kv_tiles; ++tile) {
+      const bool last = tile + 1 == info.kv_tiles;
+      const uint32_t stage = (loaded + 2 * tile + (last ? 1 : 2)) % C::kKvStages;
+      // Written: by TMA. No phase is missed: the stage is not filled again before it is passed on.
+      ptx::mbarrier_wait_parity(&shared.v_raw[stage], parities >> stage & 1);
+      parities ^= 1u << stage;
+      InspectVTile<C>(shared, stage, thread, shared_info, info.kv_end - tile * C::kTileKV);
+    }
+    loaded += 2 * info.kv_tiles;
+  }
+}
+
+}  // namespace jax_fa::cuda::hopper
+
+#endif  // JAX_FA_CUDA_HOPPER_PRODUCER_CUH_

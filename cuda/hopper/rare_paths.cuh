@@ -1,0 +1,172 @@
+// What a consumer does when a row's weights outgrow its shift, and when V is not finite in a masked
+// tile. Entered by a vote of the warp, decided for each row by that row alone, so that no row's
+// bits depend on its neighbours. Slow where that is simple; typical data come here seldom or never.
+
+#ifndef JAX_FA_CUDA_HOPPER_RARE_PATHS_CUH_
+#define JAX_FA_CUDA_HOPPER_RARE_PATHS_CUH_
+
+#include <cstdint>
+
+#include "cuda/hopper/config.cuh"
+#include "cuda/hopper/softmax.cuh"
+
+namespace jax_fa::cuda::hopper {
+
+template <typename Element>
+__device__ __forceinline__ float2 Unpack(uint32_t pair) {
+  if constexpr (std::is_same_v<Element, __half>) {
+    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+  } else {
+    return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&pair));
+  }
+}
+
+// What a consumer thread works on. Little is held in registers: what only the rare paths and the
+// epilogue need is read again from shared memory.
+template <typename C>
+struct Seat {
+  const SharedStorage<C>& shared;
+  const KernelParams& params;
+  uint32_t q_stage;
+  uint32_t info_stage;
+  int consumer;
+
+  __device__ const TileInfo& Tile() const { return shared.tile[info_stage]; }
+  // This thread's first row in the query tile; its second is 8 further.
+  __device__ int Row() const {
+    return 64 * consumer + threadIdx.x % kWarpgroup / 32 * 16 + threadIdx.x % 32 / 4;
+  }
+  // Slots that its rows see: [0] and [8].
+  __device__ const int32_t* Visible() const { return &shared.visible[info_stage][Row()]; }
+  // Row of q, out and lse in device memory of row `row` of the tile.
+  __device__ int64_t GlobalRow(int row) const {
+    const TileInfo& tile = Tile();
+    return (static_cast<int64_t>(tile.sequence) * params.q_len + tile.q_start + row) *
+               params.q_heads +
+           tile.q_head;
+  }
+  __device__ const typename C::Element* KvRow(const void* cache, int32_t slot) const {
+    const TileInfo& tile = Tile();
+    const int32_t kv_head = tile.q_head / (params.q_heads / params.kv_heads);
+    const int64_t row =
+        (static_cast<int64_t>(tile.sequence) * params.kv_len + slot) * params.kv_heads + kv_head;
+    return static_cast<const typename C::Element*>(cache) + row * params.head_dim;
+  }
+};
+
+// Byte offset in a tile of swizzled panels of the 16-byte chunk `chunk` of row `row`.
+__device__ __forceinline__ int SwizzledOffset(int panel_bytes, int row, int chunk) {
+  return chunk / 8 * panel_bytes + row * 128 + (chunk % 8 ^ row % 8) * 16;
+}
+
+// q . k of row `row` of the tile and `slot`, from Q in shared memory and K in device memory.
+template <typename C>
+__device__ __forceinline__ float Score(const Seat<C>& seat, int row, int32_t slot) {
+  const auto* k_row = reinterpret_cast<const uint4*>(seat.KvRow(seat.params.k, slot));
+  float score = 0.0f;
+#pragma unroll 1
+  for (int chunk = 0; chunk < seat.params.head_dim / 8; ++chunk) {
+    const uint4 q = *reinterpret_cast<const uint4*>(
+        &seat.shared.q[seat.q_stage][SwizzledOffset(C::kQPanelBytes, row, chunk)]);
+    const uint4 k = k_row[chunk];
+    const uint32_t qs[4] = {q.x, q.y, q.z, q.w};
+    const uint32_t ks[4] = {k.x, k.y, k.z, k.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 a = Unpack<typename C::Element>(qs[i]);
+      const float2 b = Unpack<typename C::Element>(ks[i]);
+      score = __fmaf_rn(a.x, b.x, __fmaf_rn(a.y, b.y, score));
+    }
+  }
+  return score;
+}
+
+// Raises the shift of those rows whose weights of this tile (sum `tile_sum` in a lane) outgrew it,
+// and brings weights, sums and outputs to the new shift. Whole steps of the exponent: multiplying
+// by 2^-n is exact. Only weights past 2^127 are lost; their scores are then computed again.
+template <typename C>
+__device__ __forceinline__ void RaiseShifts(const Seat<C>& seat, int32_t first_slot, RowState& rows,
+                                            float (&weights)[C::kScoreRegisters],
+                                            float (&tile_sum)[2], float (&out)[C::kOutRegisters]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const bool raise = AnyInQuad(tile_sum[r] > kRaiseAbove);
+    const float largest = RowMax(weights, r);
+    const bool lost = raise && largest == INFINITY;
+    float factor = 1.0f;
+    if (raise && !lost) {
+      const int steps = min(max((__float_as_int(largest) >> 23) - 127, 1), 126);
+      factor = __int_as_float((127 - steps) << 23);
+      rows.negative_shift[r] = __fsub_rn(rows.negative_shift[r], static_cast<float>(steps));
+#pragma unroll
+      for (int i = 0; i < C::kScoreRegisters / 2; ++i) {
+        float& weight = weights[i / 2 * 4 + 2 * r + i % 2];
+        weight = __fmul_rn(weight, factor);
+      }
+      tile_sum[r] = __fmul_rn(tile_sum[r], factor);
+    }
+    if (__any_sync(~0u, lost)) {
+      const int32_t limit = min(SlotLimit(seat.Visible()[8 * r]), seat.params.kv_len);
+      float top = -INFINITY;
+      // One copy of the dot product; the register that takes it is found by comparing.
+#pragma unroll 1
+      for (int column = 0; column < C::kScoreRegisters / 2; ++column) {
+        const int32_t slot = first_slot + column / 2 * 8 + 2 * (threadIdx.x % 4) + column % 2;
+        const float score =
+            lost && slot < limit ? Score<C>(seat, seat.Row() + 8 * r, slot) : -INFINITY;
+        top = fmaxf(top, score);
+#pragma unroll
+        for (int i = 0; i < C::kScoreRegisters / 2; ++i) {
+          if (lost && i == column) weights[i / 2 * 4 + 2 * r + i % 2] = score;
+        }
+      }
+      const float raised = NegativeShift(QuadMax(top), seat.params.score_factor);
+      if (lost) {
+        factor = ptx::exp2_approx(__fsub_rn(raised, rows.negative_shift[r]));
+        rows.negative_shift[r] = raised;
+        tile_sum[r] = 0.0f;
+#pragma unroll
+        for (int i = 0; i < C::kScoreRegisters / 2; ++i) {
+          float& weight = weights[i / 2 * 4 + 2 * r + i % 2];
+          weight = ptx::exp2_approx(__fmaf_rn(weight, seat.params.score_factor, raised));
+          tile_sum[r] = __fadd_rn(tile_sum[r], weight);
+        }
+      }
+    }
+    rows.sum[r] = __fmul_rn(rows.sum[r], factor);
+#pragma unroll
+    for (int i = 0; i < C::kOutRegisters / 2; ++i) {
+      float& value = out[i / 2 * 4 + 2 * r + i % 2];
+      value = __fmul_rn(value, factor);
+    }
+  }
+}
+
+// Adds the elements of V that are not finite, of slots [first_slot, end), to the rows that see
+// them: what the inspectors took out of the tiles. Their weight is positive, so it changes nothing.
+template <typename C>
+__device__ __forceinline__ void AddUnfiniteSlots(const Seat<C>& seat, int32_t first_slot,
+                                                 float (&out)[C::kOutRegisters]) {
+  const int32_t visible[2] = {seat.Visible()[0], seat.Visible()[8]};
+#pragma unroll 1
+  for (int32_t slot = first_slot; slot < seat.Tile().kv_end; ++slot) {
+    const auto* v_row = seat.KvRow(seat.params.v, slot);
+#pragma unroll
+    for (int i = 0; i < C::kOutRegisters / 4; ++i) {
+      const int column = 8 * i + 2 * (threadIdx.x % 4);
+      if (column >= seat.params.head_dim) continue;
+      const float2 pair =
+          Unpack<typename C::Element>(*reinterpret_cast<const uint32_t*>(v_row + column));
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if (slot >= visible[r]) continue;
+        if (!isfinite(pair.x)) out[4 * i + 2 * r] += pair.x;
+        if (!isfinite(pair.y)) out[4 * i + 2 * r + 1] += pair.y;
+      }
+    }
+  }
+}
+
+}  // namespace jax_fa::cuda::hopper
+
+#endif  // JAX_FA_CUDA_HOPPER_RARE_PATHS_CUH_
