@@ -93,6 +93,16 @@ def test_c3_a_slot_that_only_later_rows_see_changes_no_bit_of_earlier_rows(
     assert not np.isfinite(np.asarray(dirty[:, slot:], np.float32)).all(), "the poison was not read"
 
 
+def test_a_row_of_scores_of_minus_infinity_counts_as_empty(attention):
+    q = jnp.ones((1, 2, 1, 64), jnp.float32)
+    k = jnp.zeros((1, 70, 1, 64), jnp.float16).at[:, :66].set(-jnp.inf)
+    v = jnp.ones_like(k)
+    out, lse = attention(q, k, v, jnp.asarray([[65, 66]]), return_lse=True)
+    assert_same_bits(out[0, 0, 0], jnp.zeros(64))
+    assert np.asarray(lse)[0, 0, 0] == -np.inf
+    np.testing.assert_array_equal(np.asarray(out[0, 1, 0]), 1.0)
+
+
 # C4: any order of positions.
 
 

@@ -92,7 +92,7 @@ def test_positions_that_are_not_integers_raise_type_error(dtype):
         prefill_attention(q, k, v, positions.astype(dtype))
 
 
-@pytest.mark.parametrize("scale", [float("nan"), float("inf"), -float("inf"), 1e300])
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), -float("inf"), 1e300, 10**400])
 def test_scale_that_is_not_finite_raises_value_error(scale):
     with pytest.raises(ValueError, match=r"scale is .* finite"):
         prefill_attention(*make(), scale=scale)
@@ -114,6 +114,14 @@ def test_traced_scale_raises_type_error_with_the_way_out():
 def test_flags_that_are_not_bools_raise_type_error(flag, value):
     with pytest.raises(TypeError, match=f"{flag} is .* True or False"):
         prefill_attention(*make(), **{flag: value})
+
+
+def test_arrays_that_jax_does_not_take_are_named_by_dtype():
+    q, k, v, positions = make()
+    with pytest.raises(TypeError, match=r"q has dtype >f4, which JAX does not take"):
+        prefill_attention(np.zeros(q.shape, ">f4"), k, v, positions)
+    with pytest.raises(TypeError, match=r"k has dtype object, which JAX does not take"):
+        prefill_attention(q, np.zeros(k.shape, object), v, positions)
 
 
 def test_unknown_implementation_names_the_built_ones():

@@ -83,3 +83,19 @@ assert (jax_fa.prefill_attention(q, k, k, p) == 1).all()
 print("ok")
 """
     assert "ok" in run_script(script, JAX_PLATFORMS="cpu", CUDA_VISIBLE_DEVICES="")
+
+
+def test_shapes_without_data_are_explained_too():
+    arrays = Case("explain", q_len=4).arrays()
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
+    assert explain(*shapes) == explain(*arrays)
+    with pytest.raises(ValueError, match="head_dim"):
+        explain(jax.ShapeDtypeStruct((1, 4, 4, 5), jnp.float32), *shapes[1:])
+
+
+def test_the_device_must_be_one():
+    arrays = Case("explain", q_len=4).arrays()
+    with pytest.raises(TypeError, match=r"device is 'cpu'; pass a jax\.Device"):
+        explain(*arrays, device="cpu")
+    with pytest.raises(TypeError, match=r"device is 3"):
+        jax_fa.available_kernels(3)

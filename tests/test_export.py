@@ -38,6 +38,28 @@ def test_symbolic_extents_export_for_cpu_and_cuda_in_one(symbols):
             assert_same_bits(a, b)
 
 
+def test_a_named_kernel_and_explain_take_symbolic_extents():
+    answers = []
+
+    def step(*arrays):
+        answers.append(jax_fa.explain(*arrays))
+        return jax_fa.prefill_attention(*arrays, implementation=jax_fa.available_kernels()[-1])
+
+    export.export(jax.jit(step), disabled_checks=jax_fa.export_checks())(
+        *symbolic_shapes("b, t, s")
+    )
+    assert answers[0].kernel in jax_fa.available_kernels()
+
+
+def test_symbolic_heads_are_refused_with_the_rule():
+    h, d = export.symbolic_shape("h, d")
+    for shape in ((1, 4, h, 64), (1, 4, 2, d)):
+        array = jax.ShapeDtypeStruct(shape, jnp.float16)
+        positions = jax.ShapeDtypeStruct((1, 4), jnp.int32)
+        with pytest.raises(ValueError, match="heads and head_dim must be numbers"):
+            jax.eval_shape(attend, array, array, array, positions)
+
+
 def test_without_the_helper_jax_names_the_custom_call():
     with pytest.raises(ValueError, match=jax_fa.native.PREFILL_TARGET):
         export.export(jax.jit(attend))(*symbolic_shapes("b, t"))

@@ -169,3 +169,39 @@ def test_forward_mode_says_what_it_cannot():
     q, k, v, positions = Case("forward", q_len=4).arrays()
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(lambda q: prefill_attention(q, k, v, positions), (q,), (q,))
+
+
+@pytest.mark.parametrize("slots", [1, 255, 256, 300])
+def test_gradients_are_finite_where_lse_is_far_below_zero(slots):
+    """exp(-lse) overflows: slots that only fill up a block must not count as seen."""
+    q = jnp.full((1, 1, 1, 8), 10.0)
+    k = jnp.full((1, slots, 1, 8), -10.0, jnp.bfloat16)
+    v = jnp.ones_like(k)
+    positions = jnp.full((1, 1), slots - 1)
+
+    def loss(attention):
+        return lambda q, k, v: jnp.sum(attention(q, k, v, positions))
+
+    got = jax.grad(loss(prefill_attention), (0, 1, 2))(q, k, v)
+    want = jax.grad(loss(reference.prefill_attention), (0, 1, 2))(q, k, v)
+    for g, w in zip(got, want, strict=True):
+        assert_close(g, w, 1e-2)
+
+
+def test_gradients_can_be_differentiated_in_their_turn():
+    q, k, v, positions = Case("second", q_len=5, n_past=4, head_dim=8).arrays()
+
+    def curvature(attention):
+        def loss(q):
+            return jnp.sum(jnp.sin(attention(q, k, v, positions)))
+
+        return jax.grad(lambda q: jnp.sum(jnp.square(jax.grad(loss)(q))))(q)
+
+    assert_close(curvature(prefill_attention), curvature(reference.prefill_attention), 1e-4)
+
+
+def test_strict_rank_promotion_is_no_hindrance():
+    arrays = Case("ranks", q_len=5, n_past=4).arrays()
+    with jax.numpy_rank_promotion("raise"):
+        for attention in (prefill_attention, reference.prefill_attention):
+            jax.grad(lambda q, f=attention: jnp.sum(f(q, *arrays[1:])))(arrays[0])

@@ -181,3 +181,17 @@ def test_reference_takes_no_part_in_a_call(monkeypatch):
 
     monkeypatch.setattr(jax_fa.reference, "prefill_attention", forbidden)
     prefill_attention(*Case("alone", q_len=3).arrays())
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64])
+def test_numpy_positions_beyond_int32_keep_their_meaning(dtype):
+    """Without x64 JAX itself would cut them to 32 bits, and 2^32 would be slot 0."""
+    q, k, v, _ = Case("wide", q_len=2, kv_len=30).arrays()
+    far = np.array([[2**32, 2**31 + 5]], dtype)
+    want = prefill_attention(q, k, v, np.array([[29, 29]], np.int32))
+    assert_same_bits(want, prefill_attention(q, k, v, far))
+    if dtype == np.int64:
+        padding = prefill_attention(q, k, v, np.array([[-(2**32), -(2**40)]]))
+        assert_same_bits(padding, jnp.zeros_like(padding))
+        caches = jax_fa.update_kv_cache(k, v, k[:, :2], v[:, :2], np.array([[2**32 + 3, -(2**32)]]))
+        assert_same_bits(caches[0], k)

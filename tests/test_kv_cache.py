@@ -127,3 +127,22 @@ def test_bad_arguments_are_refused_with_names():
         update_kv_cache(k_cache, v_cache, k[..., :4], v[..., :4], positions)
     with pytest.raises(ValueError, match=r"positions has shape \[2, 4\], k has"):
         update_kv_cache(k_cache, v_cache, k, v, positions[:, :4])
+
+
+def test_no_slots_and_no_rows_are_served():
+    (k_cache, v_cache), (k, v) = make()
+    positions = jnp.asarray(POSITIONS["growing"], jnp.int32)
+    empty = update_kv_cache(k_cache[:, :0], v_cache[:, :0], k, v, positions)
+    assert empty[0].shape == (2, 0, 2, 8)
+    same = update_kv_cache(k_cache, v_cache, k[:, :0], v[:, :0], positions[:, :0])
+    assert_same_bits(same[0], k_cache)
+
+
+@pytest.mark.parametrize("position", [0, 11, 12, -1])
+def test_one_row_lands_or_is_dropped(position):
+    caches, rows = make(tokens=1)
+    positions = jnp.full((2, 1), position)
+    for new, cache, row in zip(
+        update_kv_cache(*caches, *rows, positions), caches, rows, strict=True
+    ):
+        assert_same_bits(new, by_loop(cache, row, positions))
