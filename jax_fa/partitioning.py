@@ -1,0 +1,270 @@
+"""How one call is split over devices: rows and heads go their own ways, no row needs another's.
+
+Batch, tokens and heads can be split; S and head_dim cannot (for S, see sequence_parallel.py). The
+same plan serves XLA's partitioners (``partitioned``) and axes that are part of the arrays' types
+(``over_explicit_axes``). Inside ``shard_map`` everything is local already.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+Axes = tuple[str, ...]
+Call = Callable[..., Sequence[jax.Array]]  # (q, k, v, positions) to [out] or [out, lse]
+
+_NO_MESH = jax.sharding.AbstractMesh((), ())
+
+
+@dataclass(frozen=True)
+class Split:
+    """The mesh axes that each dimension is split by, the major one first.
+
+    ``kv_heads`` is the longest prefix of ``heads`` that divides Hk. Devices along the other axes
+    of ``heads`` share kv heads, and each of them takes the one that its query heads read.
+    """
+
+    batch: Axes
+    tokens: Axes
+    heads: Axes
+    kv_heads: Axes
+
+    def operands(self) -> list[PartitionSpec]:
+        """Of q, k, v and positions."""
+        cache = PartitionSpec(self.batch, None, self.kv_heads, None)
+        return [self.results()[0], cache, cache, PartitionSpec(self.batch, self.tokens)]
+
+    def results(self) -> list[PartitionSpec]:
+        """Of out and lse."""
+        rows = (self.batch, self.tokens, self.heads)
+        return [PartitionSpec(*rows, None), PartitionSpec(*rows)]
+
+    def local(self, call: Call, group: int) -> Call:
+        """``call`` as one device does it, on its shards; ``group`` is Hq // Hk."""
+        sharing = self.heads[len(self.kv_heads) :]
+
+        def on_shards(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array) -> Any:
+            if sharing and k.shape[2] > 1:
+                head = jax.lax.axis_index(sharing) * q.shape[2] // group
+                k, v = (jax.lax.dynamic_slice_in_dim(x, head, 1, axis=2) for x in (k, v))
+            return call(q, k, v, positions)
+
+        return on_shards
+
+
+def plan(
+    q_shape: Sequence[int],
+    kv_heads: int,
+    sizes: Mapping[str, int],
+    wishes: Sequence[tuple[Axes, Axes, Axes]],
+) -> Split:
+    """The split that follows the first wish that can be had, dimension by dimension.
+
+    Args:
+      q_shape: [B, T, Hq, D], of all devices together.
+      kv_heads: Hk.
+      sizes: Of the mesh axes.
+      wishes: (batch, tokens, heads): how an array that takes part is split already.
+    """
+    batch, tokens, q_heads, _ = q_shape
+
+    def size(axes: Axes) -> int:
+        return math.prod(sizes[axis] for axis in axes)
+
+    def longest(axes: Axes, fits: Callable[[Axes], bool]) -> Axes:
+        """The longest prefix that fits."""
+        prefixes = (axes[:n] for n in range(len(axes), 0, -1))
+        return next((prefix for prefix in prefixes if fits(prefix)), ())
+
+    def of_kv(axes: Axes) -> Axes:
+        return longest(axes, lambda prefix: kv_heads % size(prefix) == 0)
+
+    def heads_fit(axes: Axes) -> bool:
+        if q_heads % size(axes) != 0:
+            return False
+        # Each device has whole groups of query heads, or a part of one.
+        return of_kv(axes) == axes or (q_heads // kv_heads) % (q_heads // size(axes)) == 0
+
+    fits = [
+        lambda axes: batch % size(axes) == 0,
+        lambda axes: tokens % size(axes) == 0,
+        heads_fit,
+    ]
+    chosen: list[Axes] = [(), (), ()]
+    for wish in wishes:
+        for dim, axes in enumerate(wish):
+            taken = {axis for other in chosen for axis in other}
+            if not chosen[dim] and taken.isdisjoint(axes):
+                chosen[dim] = longest(axes, fits[dim])
+    return Split(chosen[0], chosen[1], chosen[2], of_kv(chosen[2]))
+
+
+def partitioned(call: Call, q_heads: int, kv_heads: int, results: int, key: Sequence[Any]) -> Call:
+    """``call`` with the rules for arrays that ``jit`` splits over devices by itself.
+
+    Where there is one device, or in a ``shard_map``, JAX lowers this to ``call`` and nothing else.
+
+    Args:
+      call: Its function of q, k, v and positions; Hq and Hk as told.
+      q_heads: Hq.
+      kv_heads: Hk.
+      results: 1 or 2.
+      key: Scalars that tell calls apart. They are operands that nothing reads: the program that
+        XLA partitions names no function, so to JAX's compilation cache, calls of two scales
+        would be one program.
+    """
+    group = q_heads // kv_heads
+
+    def ignoring_key(*operands: Any) -> list[jax.Array]:
+        return list(call(*operands[:4]))
+
+    def split(mesh: Any, operands: Any, outputs: Any) -> tuple[Split, Any]:
+        mesh = _fine_mesh(mesh, operands[0])
+        q, k, *out = (_axes_of(x, mesh) for x in [*operands[:2], *outputs[:1]])
+        wishes = [(x[0], x[1], x[2]) for x in (q, *out)] + [(k[0], (), k[2])]
+        return plan(operands[0].shape, kv_heads, mesh.shape, wishes), mesh
+
+    def shardings(mesh: Any, specs: Sequence[PartitionSpec]) -> list[NamedSharding]:
+        return [NamedSharding(mesh, spec) for spec in specs]
+
+    def infer(mesh: Any, operands: Any, outputs: Any) -> list[NamedSharding]:
+        chosen, mesh = split(mesh, operands, ())
+        return shardings(mesh, chosen.results()[:results])
+
+    def partition(mesh: Any, operands: Any, outputs: Any) -> tuple[Any, ...]:
+        chosen, mesh = split(mesh, operands, outputs)
+        local = chosen.local(call, group)
+
+        def lower(*shards: Any) -> list[jax.Array]:
+            with jax.sharding.use_abstract_mesh(_NO_MESH):  # the caller's mesh ends here
+                return list(local(*shards[:4]))
+
+        unread = [PartitionSpec()] * len(key)
+        return (
+            mesh,
+            lower,
+            shardings(mesh, chosen.results()[:results]),
+            tuple(shardings(mesh, [*chosen.operands(), *unread])),
+        )
+
+    call_with_rules = custom_partitioning(ignoring_key)
+    call_with_rules.def_partition(
+        partition,
+        infer_sharding_from_operands=infer,  # GSPMD asks this
+        decode_shardings=False,  # JAX's own decoding fails where an axis is split further
+        sharding_rule=lambda *_: _rule(kv_heads, group, results, len(key)),  # Shardy asks this
+    )
+    return lambda *operands: call_with_rules(*operands, *key)
+
+
+def _rule(kv_heads: int, group: int, results: int, unread: int) -> tuple[str, dict[str, Any]]:
+    """Which dimensions are split alike, as Shardy wants it told.
+
+    Positions (p, u) follow, but have no say: they are small, q is not. A factor of size 1 may not
+    be part of a dimension.
+    """
+    heads, kv = ("(g r)", "g") if kv_heads > 1 and group > 1 else ("h", "h")
+    if kv_heads == 1 and group > 1:
+        kv = "g"
+    operands = [f"b t {heads} d", f"b s {kv} d", f"b s {kv} d", "p u", *[""] * unread]
+    rule = ", ".join(operands) + " -> " + ", ".join([f"b t {heads} d", f"b t {heads}"][:results])
+    sizes = {"r": group} if heads == "(g r)" else {}
+    return rule, {"need_replication_factors": ("d", "s"), **sizes}
+
+
+def _prime_factors(number: int) -> list[int]:
+    for factor in range(2, math.isqrt(number) + 1):
+        if number % factor == 0:
+            return [factor, *_prime_factors(number // factor)]
+    return [number] if number > 1 else []
+
+
+def _fine_mesh(mesh: Any, x: Any) -> jax.sharding.Mesh:
+    """The mesh with its axes cut into their prime factors: partitioners split by parts of axes.
+
+    A mesh that JAX does not know (a program over several of them) counts as one axis.
+    """
+    count = len(x.sharding.device_set)
+    devices = list(x.sharding.devices_indices_map((count,) * len(x.shape)))
+    sizes = [count] if mesh.empty else mesh.devices.shape
+    factors = [factor for size in sizes for factor in _prime_factors(size)]
+    return jax.sharding.Mesh(
+        np.array(devices).reshape(factors), tuple(f"axis{i}" for i in range(len(factors)))
+    )
+
+
+def _axes_of(x: Any, mesh: jax.sharding.Mesh) -> tuple[Axes, ...]:
+    """For each dimension of x, the axes of ``mesh`` that split it; () where they cannot tell.
+
+    From where each device's shard begins, in an array of as many elements as devices along each
+    dimension: a sum over axes of the device's coordinate times a stride.
+    """
+    indices = x.sharding.devices_indices_map((mesh.size,) * len(x.shape))
+    starts = np.array([[part.start or 0 for part in index] for index in indices.values()])
+    coordinates = np.indices(mesh.devices.shape).reshape(len(mesh.axis_names), mesh.size)
+    alone = coordinates.sum(axis=0) == 1  # the devices one step along one axis
+    strides = coordinates[:, alone] @ starts[alone]  # [axes, dims]
+    axes = []
+    for dim, told in enumerate((coordinates.T @ strides == starts).all(axis=0)):
+        order = np.argsort(-strides[:, dim], kind="stable")
+        split_by = tuple(mesh.axis_names[i] for i in order if strides[i, dim] > 0)
+        axes.append(split_by if told else ())
+    return tuple(axes)
+
+
+def over_explicit_axes(
+    call: Call, operands: Sequence[jax.Array], results: int
+) -> Sequence[jax.Array]:
+    """``call``, each device on its shards, where the arrays' types say how they are split."""
+    kinds = [jax.typeof(x).sharding for x in operands]
+    mesh = kinds[0].mesh
+    if AxisType.Explicit not in mesh.axis_types:
+        return call(*operands)
+
+    def axes(entry: Any) -> Axes:
+        return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+    q, k = ([axes(entry) for entry in kind.spec] for kind in kinds[:2])
+    q_heads, kv_heads = operands[0].shape[2], operands[1].shape[2]
+    wishes = [(q[0], q[1], q[2]), (k[0], (), k[2])]
+    split = plan(operands[0].shape, kv_heads, mesh.shape, wishes)
+    specs = split.operands()
+    by_hand = AxisType.Manual in mesh.axis_types  # then not all axes are left to shard_map
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    names = {name for name, kind in types if by_hand and kind == AxisType.Explicit}
+    moved = [jax.reshard(x, NamedSharding(mesh, s)) for x, s in zip(operands, specs, strict=True)]
+    return jax.shard_map(
+        split.local(call, q_heads // kv_heads),
+        mesh=mesh,
+        in_specs=tuple(specs),
+        out_specs=split.results()[:results],
+        axis_names=names,  # none: all that vmap has not taken
+    )(*moved)
+
+
+def in_shard_map() -> bool:
+    """Whether arrays are shards here; of a mesh that is split by hand in part, XLA's own too.
+
+    JAX passes such shardings to custom_partitioning undecodably, so there XLA gathers the rest.
+    """
+    return AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
+
+
+def alike_in_shard_map(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """The arrays, all marked as varying over the same axes, as ``check_vma=True`` asks.
+
+    A cache that devices share gets its gradient summed over them by the transpose of this.
+    """
+    varying = [jax.typeof(x).mat.varying for x in arrays]
+    union = frozenset().union(*varying)
+    return [
+        jax.lax.pcast(x, tuple(union - have), to="varying") if union - have else x
+        for x, have in zip(arrays, varying, strict=True)
+    ]
