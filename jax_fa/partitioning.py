@@ -20,8 +20,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 Axes = tuple[str, ...]
 Call = Callable[..., Sequence[jax.Array]]  # (q, k, v, positions) to [out] or [out, lse]
 
-_NO_MESH = jax.sharding.AbstractMesh((), ())
-
 
 @dataclass(frozen=True)
 class Split:
@@ -126,7 +124,7 @@ def partitioned(call: Call, q_heads: int, kv_heads: int, results: int, key: Sequ
         return list(call(*operands[:4]))
 
     def split(mesh: Any, operands: Any, outputs: Any) -> tuple[Split, Any]:
-        mesh = _fine_mesh(mesh, operands[0])
+        mesh = _fine_mesh(mesh, [*operands, *outputs])
         q, k, *out = (_axes_of(x, mesh) for x in [*operands[:2], *outputs[:1]])
         wishes = [(x[0], x[1], x[2]) for x in (q, *out)] + [(k[0], (), k[2])]
         return plan(operands[0].shape, kv_heads, mesh.shape, wishes), mesh
@@ -143,8 +141,7 @@ def partitioned(call: Call, q_heads: int, kv_heads: int, results: int, key: Sequ
         local = chosen.local(call, group)
 
         def lower(*shards: Any) -> list[jax.Array]:
-            with jax.sharding.use_abstract_mesh(_NO_MESH):  # the caller's mesh ends here
-                return list(local(*shards[:4]))
+            return list(local(*shards[:4]))
 
         unread = [PartitionSpec()] * len(key)
         return (
@@ -186,26 +183,33 @@ def _prime_factors(number: int) -> list[int]:
     return [number] if number > 1 else []
 
 
-def _fine_mesh(mesh: Any, x: Any) -> jax.sharding.Mesh:
+def _fine_mesh(mesh: Any, arrays: Sequence[Any]) -> jax.sharding.Mesh:
     """The mesh with its axes cut into their prime factors: partitioners split by parts of axes.
 
-    A mesh that JAX does not know (a program over several of them) counts as one axis.
+    JAX passes none where shardings do not name one; then all devices are one axis. Where nothing is
+    split yet, GSPMD asks without any sharding: any mesh can say "whole".
     """
-    count = len(x.sharding.device_set)
-    devices = list(x.sharding.devices_indices_map((count,) * len(x.shape)))
-    sizes = [count] if mesh.empty else mesh.devices.shape
-    factors = [factor for size in sizes for factor in _prime_factors(size)]
-    return jax.sharding.Mesh(
-        np.array(devices).reshape(factors), tuple(f"axis{i}" for i in range(len(factors)))
-    )
+    x = next((x for x in arrays if x.sharding is not None), None)
+    if not mesh.empty:
+        devices = mesh.devices
+    elif x is not None:
+        count = len(x.sharding.device_set)
+        devices = np.array(list(x.sharding.devices_indices_map((count,) * len(x.shape))))
+    else:
+        devices = np.array(jax.devices()[:1])
+    factors = [factor for size in devices.shape for factor in _prime_factors(size)]
+    names = tuple(f"axis{i}" for i in range(len(factors)))
+    return jax.sharding.Mesh(devices.reshape(factors), names)
 
 
 def _axes_of(x: Any, mesh: jax.sharding.Mesh) -> tuple[Axes, ...]:
-    """For each dimension of x, the axes of ``mesh`` that split it; () where they cannot tell.
+    """For each dimension of x, the axes of ``mesh`` that split it; () where that is not known.
 
     From where each device's shard begins, in an array of as many elements as devices along each
     dimension: a sum over axes of the device's coordinate times a stride.
     """
+    if x.sharding is None:
+        return ((),) * len(x.shape)
     indices = x.sharding.devices_indices_map((mesh.size,) * len(x.shape))
     starts = np.array([[part.start or 0 for part in index] for index in indices.values()])
     coordinates = np.indices(mesh.devices.shape).reshape(len(mesh.axis_names), mesh.size)
@@ -224,7 +228,7 @@ def over_explicit_axes(
 ) -> Sequence[jax.Array]:
     """``call``, each device on its shards, where the arrays' types say how they are split."""
     kinds = [jax.typeof(x).sharding for x in operands]
-    mesh = kinds[0].mesh
+    mesh = next((kind.mesh for kind in kinds if not kind.mesh.empty), kinds[0].mesh)
     if AxisType.Explicit not in mesh.axis_types:
         return call(*operands)
 

@@ -54,7 +54,7 @@ def sequence_parallel_prefill_attention(
 
     Raises:
       TypeError, ValueError: What :func:`jax_fa.prefill_attention` raises; and ``axis_name`` is not
-        an axis of a ``shard_map`` around the call, q or positions are split over it or k or v are
+        an axis of a ``shard_map`` around the call, q or positions vary over it or k or v do
         not (told with ``check_vma=True``), or S exceeds what positions reach.
 
     Source: FlashAttention (Dao et al., 2022), section 3.1, for the merging; Flash-Decoding (Dao et
@@ -115,11 +115,10 @@ def _check_split(call: checks.Call, axis_name: str | tuple[str, ...]) -> None:
     """S alone is split over the axis."""
     axes = {axis_name} if isinstance(axis_name, str) else set(axis_name)
     for name, array in (("q", call.q), ("positions", call.positions)):
-        split_over = axes & jax.typeof(array).mat.varying
-        if split_over:
+        if axes & jax.typeof(array).mat.varying:
             raise ValueError(
-                f"{name} is split over {sorted(split_over)}; all devices of axis_name="
-                f"{axis_name!r} must have the same (leave the axis out of its in_specs)."
+                f"{name} varies over axis_name={axis_name!r}; all devices of it must have the same "
+                "(leave the axis out of its in_specs; positions are slots of the whole cache)."
             )
     for name, array in (("k", call.k), ("v", call.v)):
         if axes - jax.typeof(array).mat.varying:
