@@ -57,13 +57,13 @@ def _custom_call(config: Config, *operands: jax.Array) -> Sequence[jax.Array]:
 
 @functools.cache
 def _partitioned_call(config: Config, q_heads: int, kv_heads: int) -> Callable[..., Any]:
-    names = f"{native.PREFILL_TARGET} {config.chunk_invariant} {config.implementation}"
+    in_words = f"{native.PREFILL_TARGET} {config}"
     return partitioning.partitioned(
         functools.partial(_custom_call, config),
         q_heads,
         kv_heads,
         results=2 if config.return_lse else 1,
-        key=(np.float32(config.scale), np.uint32(zlib.crc32(names.encode()))),
+        key=(np.float32(config.scale), np.uint32(zlib.crc32(in_words.encode()))),
     )
 
 

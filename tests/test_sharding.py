@@ -1,4 +1,4 @@
-"""Splitting over devices: eight_devices.py in a process that has them, caches across processes."""
+"""Splitting over devices: eight_devices*.py in a process that has them, caches over processes."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from scripts import run_script
 from jax_fa import native, prefill_attention
 
 EIGHT = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-CASES = str(Path(__file__).with_name("eight_devices.py"))
+CASES = sorted(str(path) for path in Path(__file__).parent.glob("eight_devices*.py"))
 
 RUN_CASES = """
 import sys
@@ -21,7 +21,7 @@ raise SystemExit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *{arguments!
 
 
 def test_on_eight_devices():
-    run_script(RUN_CASES.format(arguments=[CASES]), **EIGHT)
+    run_script(RUN_CASES.format(arguments=CASES), **EIGHT)
 
 
 @pytest.mark.skipif(
@@ -30,7 +30,7 @@ def test_on_eight_devices():
 def test_on_eight_devices_with_gspmd():
     """XLA's older partitioner, which asks other questions."""
     which = "split_without or moved_and or positions_split or divide or beyond_the or set_mesh"
-    script = RUN_CASES.format(arguments=[CASES, "-k", which])
+    script = RUN_CASES.format(arguments=[*CASES, "-k", which])
     run_script(script, **EIGHT, JAX_USE_SHARDY_PARTITIONER="0")
 
 
