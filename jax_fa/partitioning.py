@@ -41,7 +41,7 @@ def partitioned(call: Call, q_heads: int, kv_heads: int, results: int, key: Sequ
         mesh = _fine_mesh(mesh, [*operands, *outputs])
         q, k, *out = (_axes_of(x, mesh) for x in [*operands[:2], *outputs[:1]])
         wishes = [(x[0], x[1], x[2]) for x in (q, *out)] + [(k[0], (), k[2])]
-        return plan(operands[0].shape, kv_heads, mesh.shape, wishes), mesh
+        return plan(q_heads, kv_heads, mesh.shape, wishes), mesh
 
     def shardings(mesh: Any, specs: Sequence[PartitionSpec]) -> list[NamedSharding]:
         return [NamedSharding(mesh, spec) for spec in specs]
@@ -142,7 +142,7 @@ def over_explicit_axes(
 ) -> Sequence[jax.Array]:
     """``call``, each device on its shards, where the arrays' types say how they are split."""
     kinds = [jax.typeof(x).sharding for x in operands]
-    mesh = next((kind.mesh for kind in kinds if not kind.mesh.empty), kinds[0].mesh)
+    mesh = kinds[0].mesh
     if AxisType.Explicit not in mesh.axis_types:
         return call(*operands)
 
@@ -152,7 +152,7 @@ def over_explicit_axes(
     q, k = ([axes(entry) for entry in kind.spec] for kind in kinds[:2])
     q_heads, kv_heads = operands[0].shape[2], operands[1].shape[2]
     wishes = [(q[0], q[1], q[2]), (k[0], (), k[2])]
-    split = plan(operands[0].shape, kv_heads, mesh.shape, wishes)
+    split = plan(q_heads, kv_heads, mesh.shape, wishes)
     specs = split.operands()
     by_hand = AxisType.Manual in mesh.axis_types  # then not all axes are left to shard_map
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)

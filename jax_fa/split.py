@@ -55,20 +55,18 @@ class Split:
 
 
 def plan(
-    q_shape: Sequence[int],
-    kv_heads: int,
-    sizes: Mapping[str, int],
-    wishes: Sequence[tuple[Axes, Axes, Axes]],
+    q_heads: int, kv_heads: int, sizes: Mapping[str, int], wishes: Sequence[tuple[Axes, Axes, Axes]]
 ) -> Split:
     """The split that follows the first wish that can be had, dimension by dimension.
 
+    Rows may be padded to fit the devices: what pads them is rows too, and changes no other.
+
     Args:
-      q_shape: [B, T, Hq, D], of all devices together.
+      q_heads: Hq.
       kv_heads: Hk.
       sizes: Of the mesh axes.
       wishes: (batch, tokens, heads): how an array that takes part is split already.
     """
-    batch, tokens, q_heads, _ = q_shape
 
     def size(axes: Axes) -> int:
         return math.prod(sizes[axis] for axis in axes)
@@ -87,15 +85,10 @@ def plan(
         # Each device has whole groups of query heads, or a part of one.
         return of_kv(axes) == axes or (q_heads // kv_heads) % (q_heads // size(axes)) == 0
 
-    fits = [
-        lambda axes: batch % size(axes) == 0,
-        lambda axes: tokens % size(axes) == 0,
-        heads_fit,
-    ]
     chosen: list[Axes] = [(), (), ()]
     for wish in wishes:
         for dim, axes in enumerate(wish):
             taken = {axis for other in chosen for axis in other}
             if not chosen[dim] and taken.isdisjoint(axes):
-                chosen[dim] = longest(axes, fits[dim])
+                chosen[dim] = longest(axes, heads_fit) if dim == 2 else axes
     return Split(chosen[0], chosen[1], chosen[2], of_kv(chosen[2]))

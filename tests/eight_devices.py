@@ -109,21 +109,25 @@ def test_positions_split_otherwise_follow_q(positions):
     assert all("f32" not in shape and "f16" not in shape for shape in compiled.moved())
 
 
-@pytest.mark.parametrize("axes", [("x",), (None, "x"), (None, None, "x")], ids=str)
-def test_extents_that_devices_do_not_divide(axes):
+@pytest.mark.parametrize(
+    ("axes", "shape"),
+    [(("x",), [2, 7, 6, 64]), ((None, "x"), [5, 2, 6, 64]), ((None, None, "x"), [5, 7, 6, 64])],
+    ids=["batch", "tokens", "heads"],
+)
+def test_extents_that_devices_do_not_divide(axes, shape):
+    """Rows are padded, heads gathered."""
     operands, on = arrays(6, 3, batch=5, q_len=7), grid()
 
-    def constrained(*operands):
-        specs = [P(*axes[: x.ndim]) for x in operands]
-        split = [
-            jax.lax.with_sharding_constraint(x, NamedSharding(on, s))
-            for x, s in zip(operands, specs, strict=True)
-        ]
-        return with_lse(*split)
+    def constrained(q, k, v, positions):
+        rows = NamedSharding(on, P(*axes))
+        q = jax.lax.with_sharding_constraint(q, rows)
+        return with_lse(q, k, v, positions)
 
-    whole = put(operands, on, [WHOLE] * 4)
-    for got, want in zip(jax.jit(constrained)(*whole), with_lse(*operands), strict=True):
+    compiled = Compiled(constrained, *put(operands, on, [WHOLE] * 4))
+    results = compiled(*put(operands, on, [WHOLE] * 4))
+    for got, want in zip(results, with_lse(*operands), strict=True):
         assert_same_bits(got, want)
+    assert compiled.shape_of_the_call() == shape
 
 
 def test_projections_split_beyond_the_kv_heads():
@@ -151,6 +155,16 @@ def test_an_output_wanted_whole_is_gathered_after_the_call():
     for got, want in zip(compiled(*split), with_lse(*operands), strict=True):
         assert_same_bits(got, want)
     assert compiled.shape_of_the_call() == [4, 16, 2, 64]
+
+
+def test_an_output_wanted_split_is_computed_split():
+    operands, on = arrays(), grid()
+    rows = NamedSharding(on, P("x", None, "y"))
+    split = jax.jit(with_lse, out_shardings=(rows, rows))
+    whole = put(operands, on, [WHOLE] * 4)
+    assert Compiled(split, *whole).shape_of_the_call() == [1, 16, 4, 64]
+    for got, want in zip(split(*whole), with_lse(*operands), strict=True):
+        assert_same_bits(got, want)
 
 
 def test_a_mesh_that_jax_does_not_know():
@@ -317,6 +331,18 @@ def test_explicit_axes_of_the_cache_alone():
 
     compiled, _ = same_as_on_one_device(step, (k, v, positions), split[1:])
     assert compiled.moved() == []
+
+
+@shardy_only
+def test_explicit_axes_left_in_a_mesh_split_by_hand_in_part():
+    operands, on = arrays(8, 2), grid(EXPLICIT)
+    split = put(operands, on, [P("x", None, "y")] * 3 + [P("x")])
+    local = jax.shard_map(
+        with_lse, mesh=on, in_specs=P("x"), out_specs=(P("x"), P("x")), axis_names={"x"}
+    )
+    out, _ = jax.jit(local)(*split)
+    assert_same_bits(out, prefill_attention(*operands))
+    assert jax.typeof(out).sharding.spec == P("x", None, "y", None)
 
 
 @shardy_only

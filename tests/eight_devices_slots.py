@@ -59,6 +59,8 @@ def test_slots_over_devices_move_states_and_no_cache(tokens):
     operands = arrays(q_len=tokens, kv_len=64)
     shapes = Compiled(over_slots(mesh(x=8)), *operands).moved()
     assert shapes and all("f16" not in shape for shape in shapes)
+    all_states = f"f32[8,4,{tokens},8,64]"
+    assert any(all_states in shape for shape in shapes) == (tokens % 8 != 0)
 
 
 def test_slots_over_two_axes():

@@ -29,7 +29,7 @@ def test_on_eight_devices():
 )
 def test_on_eight_devices_with_gspmd():
     """XLA's older partitioner, which asks other questions."""
-    which = "split_without or moved_and or positions_split or divide or beyond_the or set_mesh"
+    which = "without_moving or moved_and or positions or divide or beyond_the or set_mesh or wanted"
     script = RUN_CASES.format(arguments=[*CASES, "-k", which])
     run_script(script, **EIGHT, JAX_USE_SHARDY_PARTITIONER="0")
 
