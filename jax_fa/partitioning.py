@@ -154,16 +154,13 @@ def over_explicit_axes(
     wishes = [(q[0], q[1], q[2]), (k[0], (), k[2])]
     split = plan(q_heads, kv_heads, mesh.shape, wishes)
     specs = split.operands()
-    by_hand = AxisType.Manual in mesh.axis_types  # then not all axes are left to shard_map
-    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    names = {name for name, kind in types if by_hand and kind == AxisType.Explicit}
     moved = [jax.reshard(x, NamedSharding(mesh, s)) for x, s in zip(operands, specs, strict=True)]
+    # Over all axes of the mesh but those that vmap has taken.
     return jax.shard_map(
         split.local(call, q_heads // kv_heads),
         mesh=mesh,
         in_specs=tuple(specs),
         out_specs=split.results()[:results],
-        axis_names=names,  # none: all that vmap has not taken
     )(*moved)
 
 

@@ -86,6 +86,7 @@ TO_BE_MOVED = {
     "head_dim": ((8, 4), P(None, None, None, "x"), P(None, None, None, "x"), WHOLE),
     "slots": ((8, 4), WHOLE, P(None, "x"), WHOLE),
     "batch_of_q_slots_of_kv": ((8, 4), P("x"), P(None, "x"), WHOLE),
+    "tokens_of_q_batch_of_kv": ((8, 4), P(None, "x"), P("x"), P(None, "x")),
     "tokens_and_slots_by_one_axis": ((8, 4), P(None, "x"), P(None, "x"), P(None, "x")),
     "groups_do_not_fit": ((6, 3), P(None, None, "y"), WHOLE, WHOLE),
 }
