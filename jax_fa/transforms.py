@@ -1,13 +1,15 @@
 """How JAX's transformations act on the custom call.
 
-From the outside in: ``custom_vjp`` (gradients by blockwise recomputation), ``custom_vmap`` (mapped
-axes fold into the batch or into the tokens), the ``ffi_call``. A transformation meets the first
-layer that has a rule for it, so their order is part of the design.
+From the outside in: ``shard_map`` over the axes that the arrays' types name, ``custom_vjp``
+(gradients by blockwise recomputation), ``custom_vmap`` (mapped axes fold into the batch or into the
+tokens), ``custom_partitioning`` (arrays that jit splits over devices), the ``ffi_call``. A
+transformation meets the first layer that has a rule for it, so their order is part of the design.
 """
 
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fa import backward, native
+from jax_fa import backward, native, partitioning
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,24 @@ def _custom_call(config: Config, *operands: jax.Array) -> Sequence[jax.Array]:
     results = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
     if config.return_lse:
         results.append(jax.ShapeDtypeStruct(q.shape[:-1], jnp.float32))
-    return jax.ffi.ffi_call(native.PREFILL_TARGET, results)(
+    values = jax.ffi.ffi_call(native.PREFILL_TARGET, results)(
         *operands,
         scale=np.float32(config.scale),
         chunk_invariant=config.chunk_invariant,
         implementation=config.implementation,
+    )
+    return partitioning.alike_in_shard_map([*values, q])[:-1]
+
+
+@functools.cache
+def _partitioned_call(config: Config, q_heads: int, kv_heads: int) -> Callable[..., Any]:
+    in_words = f"{native.PREFILL_TARGET} {config}"
+    return partitioning.partitioned(
+        functools.partial(_custom_call, config),
+        q_heads,
+        kv_heads,
+        results=2 if config.return_lse else 1,
+        key=(np.float32(config.scale), np.uint32(zlib.crc32(in_words.encode()))),
     )
 
 
@@ -58,7 +73,10 @@ def _mappable_call(config: Config) -> Callable[..., list[jax.Array]]:
 
     @jax.custom_batching.custom_vmap
     def call(*operands: jax.Array) -> list[jax.Array]:
-        return list(_custom_call(config, *operands))
+        if partitioning.in_shard_map():
+            return list(_custom_call(config, *operands))
+        partitioned = _partitioned_call(config, operands[0].shape[2], operands[1].shape[2])
+        return list(partitioned(*operands))
 
     @call.def_vmap
     def rule(size: int, mapped: list[bool], *operands: jax.Array) -> tuple[Any, list[bool]]:
@@ -103,9 +121,18 @@ def _fold_into_batch(
     return [x.reshape(size, batch, *x.shape[1:]) for x in results]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attend(config: Config, *operands: jax.Array) -> list[jax.Array]:
-    """[out] or [out, lse] of checked, batched operands; differentiable, mappable."""
+    """[out] or [out, lse] of checked, batched operands; differentiable, mappable, splittable."""
+
+    def call(*operands: jax.Array) -> list[jax.Array]:
+        return _differentiable_call(config, *partitioning.alike_in_shard_map(operands))
+
+    results = 2 if config.return_lse else 1
+    return list(partitioning.over_explicit_axes(call, operands, results))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _differentiable_call(config: Config, *operands: jax.Array) -> list[jax.Array]:
     return _mappable_call(config)(*operands)
 
 
@@ -124,4 +151,4 @@ def _attend_backward(config: Config, residuals: Any, cotangents: list[jax.Array]
     return d_q, d_k, d_v, None  # integer positions have no gradient
 
 
-attend.defvjp(_attend_forward, _attend_backward)
+_differentiable_call.defvjp(_attend_forward, _attend_backward)

@@ -1,0 +1,186 @@
+"""How JAX has a call split over devices: what its partitioners ask, and axes in the arrays' types.
+
+``partitioned`` answers XLA's partitioners, ``over_explicit_axes`` reads the types; both carry out
+the plan of split.py. Inside ``shard_map`` everything is local already.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jax_fa.split import Axes, Call, Split, plan
+
+
+def partitioned(call: Call, q_heads: int, kv_heads: int, results: int, key: Sequence[Any]) -> Call:
+    """``call`` with the rules for arrays that ``jit`` splits over devices by itself.
+
+    Where there is one device, or in a ``shard_map``, JAX lowers this to ``call`` and nothing else.
+
+    Args:
+      call: Its function of q, k, v and positions; Hq and Hk as told.
+      q_heads: Hq.
+      kv_heads: Hk.
+      results: 1 or 2.
+      key: Scalars that tell calls apart. They are operands that nothing reads: the program that
+        XLA partitions names no function, so to JAX's compilation cache, calls of two scales
+        would be one program.
+    """
+    group = q_heads // kv_heads
+
+    def ignoring_key(*operands: Any) -> list[jax.Array]:
+        return list(call(*operands[:4]))
+
+    def split(mesh: Any, operands: Any, outputs: Any) -> tuple[Split, Any]:
+        mesh = _fine_mesh(mesh, [*operands, *outputs])
+        q, k, *out = (_axes_of(x, mesh) for x in [*operands[:2], *outputs[:1]])
+        wishes = [(x[0], x[1], x[2]) for x in (q, *out)] + [(k[0], (), k[2])]
+        return plan(q_heads, kv_heads, mesh.shape, wishes), mesh
+
+    def shardings(mesh: Any, specs: Sequence[PartitionSpec]) -> list[NamedSharding]:
+        return [NamedSharding(mesh, spec) for spec in specs]
+
+    def infer(mesh: Any, operands: Any, outputs: Any) -> list[NamedSharding]:
+        chosen, mesh = split(mesh, operands, ())
+        return shardings(mesh, chosen.results()[:results])
+
+    def partition(mesh: Any, operands: Any, outputs: Any) -> tuple[Any, ...]:
+        chosen, mesh = split(mesh, operands, outputs)
+        local = chosen.local(call, group)
+
+        def lower(*shards: Any) -> list[jax.Array]:
+            return list(local(*shards[:4]))
+
+        unread = [PartitionSpec()] * len(key)
+        return (
+            mesh,
+            lower,
+            shardings(mesh, chosen.results()[:results]),
+            tuple(shardings(mesh, [*chosen.operands(), *unread])),
+        )
+
+    call_with_rules = custom_partitioning(ignoring_key)
+    call_with_rules.def_partition(
+        partition,
+        infer_sharding_from_operands=infer,  # GSPMD asks this
+        decode_shardings=False,  # JAX's own decoding fails where an axis is split further
+        sharding_rule=lambda *_: _rule(kv_heads, group, results, len(key)),  # Shardy asks this
+    )
+    return lambda *operands: call_with_rules(*operands, *key)
+
+
+def _rule(kv_heads: int, group: int, results: int, unread: int) -> tuple[str, dict[str, Any]]:
+    """Which dimensions are split alike, as Shardy wants it told.
+
+    Positions (p, u) follow, but have no say: they are small, q is not. A factor of size 1 may not
+    be part of a dimension.
+    """
+    heads, kv = ("(g r)", "g") if kv_heads > 1 and group > 1 else ("h", "h")
+    if kv_heads == 1 and group > 1:
+        kv = "g"
+    operands = [f"b t {heads} d", f"b s {kv} d", f"b s {kv} d", "p u", *[""] * unread]
+    rule = ", ".join(operands) + " -> " + ", ".join([f"b t {heads} d", f"b t {heads}"][:results])
+    sizes = {"r": group} if heads == "(g r)" else {}
+    return rule, {"need_replication_factors": ("d", "s"), **sizes}
+
+
+def _prime_factors(number: int) -> list[int]:
+    for factor in range(2, math.isqrt(number) + 1):
+        if number % factor == 0:
+            return [factor, *_prime_factors(number // factor)]
+    return [number] if number > 1 else []
+
+
+def _fine_mesh(mesh: Any, arrays: Sequence[Any]) -> jax.sharding.Mesh:
+    """The mesh with its axes cut into their prime factors: partitioners split by parts of axes.
+
+    JAX passes none where shardings do not name one; then all devices are one axis. Where nothing is
+    split yet, GSPMD asks without any sharding: any mesh can say "whole".
+    """
+    x = next((x for x in arrays if x.sharding is not None), None)
+    if not mesh.empty:
+        devices = mesh.devices
+    elif x is not None:
+        count = len(x.sharding.device_set)
+        devices = np.array(list(x.sharding.devices_indices_map((count,) * len(x.shape))))
+    else:
+        devices = np.array(jax.devices()[:1])
+    factors = [factor for size in devices.shape for factor in _prime_factors(size)]
+    names = tuple(f"axis{i}" for i in range(len(factors)))
+    return jax.sharding.Mesh(devices.reshape(factors), names)
+
+
+def _axes_of(x: Any, mesh: jax.sharding.Mesh) -> tuple[Axes, ...]:
+    """For each dimension of x, the axes of ``mesh`` that split it; () where that is not known.
+
+    From where each device's shard begins, in an array of as many elements as devices along each
+    dimension: a sum over axes of the device's coordinate times a stride.
+    """
+    if x.sharding is None:
+        return ((),) * len(x.shape)
+    indices = x.sharding.devices_indices_map((mesh.size,) * len(x.shape))
+    starts = np.array([[part.start or 0 for part in index] for index in indices.values()])
+    coordinates = np.indices(mesh.devices.shape).reshape(len(mesh.axis_names), mesh.size)
+    alone = coordinates.sum(axis=0) == 1  # the devices one step along one axis
+    strides = coordinates[:, alone] @ starts[alone]  # [axes, dims]
+    axes = []
+    for dim, told in enumerate((coordinates.T @ strides == starts).all(axis=0)):
+        order = np.argsort(-strides[:, dim], kind="stable")
+        split_by = tuple(mesh.axis_names[i] for i in order if strides[i, dim] > 0)
+        axes.append(split_by if told else ())
+    return tuple(axes)
+
+
+def over_explicit_axes(
+    call: Call, operands: Sequence[jax.Array], results: int
+) -> Sequence[jax.Array]:
+    """``call``, each device on its shards, where the arrays' types say how they are split."""
+    kinds = [jax.typeof(x).sharding for x in operands]
+    mesh = kinds[0].mesh
+    if AxisType.Explicit not in mesh.axis_types:
+        return call(*operands)
+
+    def axes(entry: Any) -> Axes:
+        return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+    q, k = ([axes(entry) for entry in kind.spec] for kind in kinds[:2])
+    q_heads, kv_heads = operands[0].shape[2], operands[1].shape[2]
+    wishes = [(q[0], q[1], q[2]), (k[0], (), k[2])]
+    split = plan(q_heads, kv_heads, mesh.shape, wishes)
+    specs = split.operands()
+    moved = [jax.reshard(x, NamedSharding(mesh, s)) for x, s in zip(operands, specs, strict=True)]
+    # Over all axes of the mesh but those that vmap has taken.
+    return jax.shard_map(
+        split.local(call, q_heads // kv_heads),
+        mesh=mesh,
+        in_specs=tuple(specs),
+        out_specs=split.results()[:results],
+    )(*moved)
+
+
+def in_shard_map() -> bool:
+    """Whether arrays are shards here, by a ``shard_map`` over all of the mesh or a part of it.
+
+    A part: JAX cannot decode those shardings for custom_partitioning, and GSPMD would abort on
+    that, so XLA is left to gather over the rest of the mesh.
+    """
+    return AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
+
+
+def alike_in_shard_map(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """The arrays, all marked as varying over the same axes, as ``check_vma=True`` asks.
+
+    A cache that devices share gets its gradient summed over them by the transpose of this.
+    """
+    varying = [jax.typeof(x).mat.varying for x in arrays]
+    union = frozenset().union(*varying)
+    return [
+        jax.lax.pcast(x, tuple(union - have), to="varying") if union - have else x
+        for x, have in zip(arrays, varying, strict=True)
+    ]

@@ -1,0 +1,153 @@
+"""``sequence_parallel_prefill_attention``: one cache, its slots spread over the devices of an axis.
+
+Each device attends to the slots it holds; what comes out are states that merge. Nobody ever holds
+the whole cache.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_fa import api, checks, native, states
+
+
+def sequence_parallel_prefill_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    positions: Any,
+    *,
+    axis_name: str | tuple[str, ...],
+    scale: float | None = None,
+    return_lse: bool = False,
+    chunk_invariant: bool = True,
+    implementation: str | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """:func:`jax_fa.prefill_attention` inside ``shard_map``, S split over ``axis_name``.
+
+    Device i of the n on the axis holds slots ``i * S/n .. (i + 1) * S/n - 1``. The results are
+    merged in the order of the axis, so they are deterministic. They differ in rounding from those
+    of one device with the whole cache, and are chunk-invariant up to rounding only.
+
+    Where n divides T, each device merges T/n of the rows, and twice (n - 1)/n of out goes over the
+    wire, as in an all-reduce. Otherwise (a decoding step) every device merges all rows, in one
+    exchange of n - 1 outs.
+
+    Args:
+      q: ``[B, T, Hq, D]`` or ``[T, Hq, D]``, the same on all devices of the axis; T and Hq may be
+        split over other axes.
+      k: This device's slots, ``[B, S/n, Hk, D]`` or ``[S/n, Hk, D]``.
+      v: Shape and dtype of k.
+      positions: ``[B, T]`` or ``[T]``, integers: slots of the whole cache. The same on all devices.
+      axis_name: The axis of the mesh that S is split over, or several, the major one first.
+      scale: As for :func:`jax_fa.prefill_attention`, and so are the following.
+      return_lse: See scale.
+      chunk_invariant: See scale.
+      implementation: See scale.
+
+    Returns:
+      ``out``, or ``(out, lse)``, of the whole cache: the same on all devices of the axis.
+
+    Raises:
+      TypeError, ValueError: What :func:`jax_fa.prefill_attention` raises; and ``axis_name`` is not
+        an axis of a ``shard_map`` around the call, q or positions vary over it or k or v do
+        not (told with ``check_vma=True``), or S exceeds what positions reach.
+
+    Source: FlashAttention (Dao et al., 2022), section 3.1, for the merging; Flash-Decoding (Dao et
+    al., 2023) for splitting S.
+    """
+    call = checks.check_call(q, k, v, positions, scale=scale, chunk_invariant=chunk_invariant)
+    return_lse = checks.as_flag("return_lse", return_lse)
+    shards, index = _place_on(axis_name)
+    varying_is_checked = bool(jax.typeof(index).mat.varying)
+    if varying_is_checked:
+        _check_split(call, axis_name)
+    slots = call.k.shape[1]
+    most = native.load().max_kv_len
+    if shards * slots > most:
+        raise ValueError(
+            f"k has {slots} slots on each of {shards} devices; positions are int32 and reach "
+            f"{most}."
+        )
+    # A row that sees none of these slots comes out negative, which is padding here. Clamped first:
+    # the most negative int32 less anything would not be.
+    here = jnp.maximum(call.positions, -1) - index * slots
+    state = api.prefill_attention(
+        call.q,
+        call.k,
+        call.v,
+        here,
+        scale=float(call.scale),
+        return_lse=True,
+        chunk_invariant=call.chunk_invariant,
+        implementation=implementation,
+    )
+    # Its transpose would be wrong (jax 0.10) where types do not tell what varies.
+    gather_to = "invarying" if varying_is_checked else "varying"
+    gather = functools.partial(jax.lax.all_gather, axis_name=axis_name, to=gather_to)
+    out, lse = _merge_over(axis_name, shards, gather, *state)
+    if call.unbatched:
+        out, lse = out[0], lse[0]
+    return (out, lse) if return_lse else out
+
+
+def _place_on(axis_name: Any) -> tuple[int, jax.Array]:
+    """The number of devices on the axis, and which of them this is."""
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if not names or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f"axis_name is {axis_name!r}; it must be the name of a mesh axis, or a tuple of names."
+        )
+    try:
+        return jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
+    except NameError as error:
+        raise ValueError(
+            f"axis_name={axis_name!r} is not an axis here; call this inside jax.shard_map over a "
+            "mesh with that axis."
+        ) from error
+
+
+def _check_split(call: checks.Call, axis_name: str | tuple[str, ...]) -> None:
+    """S alone is split over the axis."""
+    axes = {axis_name} if isinstance(axis_name, str) else set(axis_name)
+    for name, array in (("q", call.q), ("positions", call.positions)):
+        if axes & jax.typeof(array).mat.varying:
+            raise ValueError(
+                f"{name} varies over axis_name={axis_name!r}; all devices of it must have the same "
+                "(leave the axis out of its in_specs; positions are slots of the whole cache)."
+            )
+    for name, array in (("k", call.k), ("v", call.v)):
+        if axes - jax.typeof(array).mat.varying:
+            raise ValueError(
+                f"{name} is not split over axis_name={axis_name!r}; each device must hold its own "
+                "slots (name the axis for S in its in_specs)."
+            )
+
+
+def _merge_over(
+    axis_name: str | tuple[str, ...], shards: int, gather: Any, out: jax.Array, lse: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The merged states of all devices, [B, T, Hq, D] and [B, T, Hq], on all of them."""
+    batch, tokens = lse.shape[:2]
+    if tokens % shards != 0:
+        return _merge_in_order(gather(out), gather(lse))
+
+    def exchange(x: jax.Array) -> jax.Array:
+        """Each device's T/n rows of mine for my T/n rows of each, [n, B, T/n, ...]."""
+        rows = x.reshape(batch, shards, tokens // shards, *x.shape[2:])
+        return jax.lax.all_to_all(jnp.moveaxis(rows, 1, 0), axis_name, 0, 0, tiled=True)
+
+    merged_out, merged_lse = _merge_in_order(exchange(out), exchange(lse))
+    return gather(merged_out, axis=1, tiled=True), gather(merged_lse, axis=1, tiled=True)
+
+
+def _merge_in_order(outs: jax.Array, lses: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """[n, ...] states to one, in float32 until the end."""
+    state = (outs[0].astype(jnp.float32), lses[0])
+    for out, lse in zip(outs[1:], lses[1:], strict=True):
+        state = states.merge_states(*state, out.astype(jnp.float32), lse)
+    return state[0].astype(outs.dtype), state[1]

@@ -1,0 +1,95 @@
+"""Meshes, split arrays, and what compiled programs move: for the tests on eight devices."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from bounds import assert_same_bits
+from cases import Case
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_fa import native, prefill_attention
+
+EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
+
+WHOLE = P()
+XY = ("x", "y")
+COLLECTIVE = re.compile(
+    r"= (.*) (?:all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+)
+
+
+def mesh(kind=AUTO, **sizes):
+    count = int(np.prod(list(sizes.values())))
+    devices = np.array(jax.devices()[:count]).reshape(*sizes.values())
+    return Mesh(devices, tuple(sizes), axis_types=(kind,) * len(sizes))
+
+
+def grid(kind=AUTO):
+    return mesh(kind, x=4, y=2)
+
+
+def arrays(q_heads=8, kv_heads=4, **options):
+    options = {"batch": 4, "q_len": 16, "n_past": 16, "placement": "anywhere", **options}
+    return Case("split", q_heads=q_heads, kv_heads=kv_heads, **options).arrays()
+
+
+def put(operands, on, specs):
+    return [jax.device_put(x, NamedSharding(on, s)) for x, s in zip(operands, specs, strict=True)]
+
+
+def with_lse(*operands):
+    return tuple(prefill_attention(*operands, return_lse=True))
+
+
+class Compiled:
+    """A function, compiled for operands that are split as these are."""
+
+    def __init__(self, function, *operands):
+        self._run = jax.jit(function).lower(*operands).compile()
+        self._text = self._run.as_text()
+
+    def __call__(self, *operands):
+        return self._run(*operands)
+
+    def moved(self):
+        """The shapes that go between devices, in words."""
+        return [match[1] for match in COLLECTIVE.finditer(self._text)]
+
+    def shape_of_the_call(self):
+        """Of out, on each device."""
+        call = re.search(r"= (.*) custom-call\(.*" + native.PREFILL_TARGET, self._text)
+        return [int(extent) for extent in re.search(r"\[([\d,]+)\]", call[1])[1].split(",")]
+
+
+def same_as_on_one_device(function, operands, split):
+    """The function, compiled for the split operands; its results have the bits of the whole."""
+    compiled = Compiled(function, *split)
+    results = compiled(*split)
+    for got, want in zip(results, function(*operands), strict=True):
+        assert_same_bits(got, want)
+    return compiled, results
+
+
+def loss_of(attention, out_like):
+    weights = jnp.asarray(np.random.default_rng(3).standard_normal(out_like.shape), jnp.float32)
+
+    def loss(q, k, v, positions):
+        out, lse = attention(q, k, v, positions)
+        return jnp.sum(weights * out) + jnp.sum(jnp.where(jnp.isfinite(lse), lse, 0.0))
+
+    return jax.grad(loss, (0, 1, 2))
+
+
+def same_gradients(attention, operands, split):
+    compiled = Compiled(loss_of(attention, operands[0]), *split)
+    want = loss_of(with_lse, operands[0])(*operands)
+    for g, w in zip(compiled(*split), want, strict=True):
+        g, w = np.asarray(g, np.float32), np.asarray(w, np.float32)
+        # d_k and d_v are float16, and parts of them are summed over devices.
+        np.testing.assert_allclose(g, w, rtol=0, atol=8 * 2**-11 * np.abs(w).max())
+    return compiled
