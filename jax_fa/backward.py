@@ -1,4 +1,4 @@
-"""Gradients of prefill attention: blocks of scores, recomputed from the log-sum-exp.
+"""Gradients of prefill attention: scores and log-sum-exp recomputed, block by block.
 
 In ``jax.numpy``, float32; XLA compiles it, for CPUs and GPUs alike. Memory is linear in T + S: one
 block of [_Q_BLOCK, _KV_BLOCK] scores per query head at a time. Deterministic.
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 # q [B, T, Hq, D], k and v [B, S, Hk, D], positions [B, T]
 Operands = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+Rows = dict[str, jax.Array]
 
 _Q_BLOCK = 256
 _KV_BLOCK = 256
@@ -35,7 +36,7 @@ def gradients(
     Args:
       operands: q, k, v and positions of the call.
       out: The result, ``[B, T, Hq, D]``.
-      lse: Its log-sum-exp, ``[B, T, Hq]``.
+      lse: Its log-sum-exp, ``[B, T, Hq]``; only where it is -inf is looked at.
       d_out: Cotangent of out.
       d_lse: Cotangent of lse.
       scale: The factor on q·k.
@@ -52,6 +53,10 @@ def gradients(
     slot_blocks = [_into_blocks(x, _KV_BLOCK) for x in slots]
     # Counted from 1, so that the slots of zeros that _into_blocks adds stand before all others.
     number_blocks = _into_blocks(index + 1, _KV_BLOCK)
+
+    rows["lse"] = jax.lax.map(
+        lambda row: _log_sum_exp(row, slot_blocks[0], number_blocks, scale), rows
+    )
 
     def kv_block(d_q: jax.Array, block: Any) -> tuple[jax.Array, Any]:
         k_block, v_block, number = block
@@ -80,7 +85,7 @@ def _where(mask: jax.Array, x: jax.Array) -> jax.Array:
 
 def _rows(
     operands: Operands, out: jax.Array, lse: jax.Array, d_out: jax.Array, d_lse: jax.Array
-) -> dict[str, jax.Array]:
+) -> Rows:
     """What a row brings to its gradients, float32, heads grouped: [B, T, Hk, r, ...].
 
     delta is sum_d(d_out * out) - d_lse: what the normalisation takes back from each score.
@@ -93,7 +98,6 @@ def _rows(
     rows = {
         "live": ~empty,
         "q": _where(~empty, q.astype(jnp.float32)),
-        "lse": jnp.where(empty, 0.0, lse),
         "d_out": d_out32,
         "delta": delta,
     }
@@ -103,26 +107,54 @@ def _rows(
     return grouped | {"visible": jnp.clip(positions, -1, kv_len - 1) + 1}
 
 
+def _product(rule: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(rule, a, b, precision="highest")
+
+
+def _scores(row: Rows, k: jax.Array, number: jax.Array, scale: float) -> jax.Array:
+    """Scaled scores of a block of rows and of slots, [B, t, g, r, s]; -inf where not seen."""
+    number = number[:, None, None, None]  # [1, 1, 1, 1, s], from 1; 0 is no slot
+    sees = (number > 0) & (number <= row["visible"][:, :, None, None, None])
+    scores = scale * _product("btgrd,bsgd->btgrs", row["q"], k)
+    return jnp.where(sees & row["live"][..., None], scores, -jnp.inf)
+
+
+def _log_sum_exp(
+    row: Rows, k_blocks: jax.Array, number_blocks: jax.Array, scale: float
+) -> jax.Array:
+    """Of a block of rows over all slots, [B, t, g, r]; 0 for rows that see nothing.
+
+    Not the forward pass's own: a kernel that rounds q has other scores than these, and weights
+    relative to its lse would not add up to 1.
+    """
+
+    def kv_block(carry: Any, block: Any) -> tuple[Any, None]:
+        (top, total), (k, number) = carry, block
+        scores = _scores(row, k, number, scale)
+        # A constant, as far as derivatives go: it cancels out.
+        new_top = jax.lax.stop_gradient(jnp.maximum(top, jnp.max(scores, axis=-1)))
+        anchor = jnp.where(jnp.isneginf(new_top), 0.0, new_top)
+        weights = jnp.exp(scores - anchor[..., None])
+        return (new_top, total * jnp.exp(top - anchor) + jnp.sum(weights, axis=-1)), None
+
+    start = (jnp.full(row["live"].shape, -jnp.inf), jnp.zeros(row["live"].shape))
+    (top, total), _ = jax.lax.scan(kv_block, start, (k_blocks, number_blocks))
+    nothing = total == 0
+    return jnp.where(nothing, 0.0, top + jnp.log(jnp.where(nothing, 1.0, total)))
+
+
 def _block(
-    row: dict[str, jax.Array], k: jax.Array, v: jax.Array, number: jax.Array, scale: float
+    row: Rows, k: jax.Array, v: jax.Array, number: jax.Array, scale: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Parts of d_q, d_k, d_v from one block of rows and one of slots."""
-
-    def product(rule: str, a: jax.Array, b: jax.Array) -> jax.Array:
-        return jnp.einsum(rule, a, b, precision="highest")
-
-    number = number[:, None, None, None]  # [1, 1, 1, 1, s], from 1; 0 is no slot
-    sees = (
-        (number > 0) & (number <= row["visible"][:, :, None, None, None]) & row["live"][..., None]
-    )
-    scores = scale * product("btgrd,bsgd->btgrs", row["q"], k)
-    probs = jnp.where(sees, jnp.exp(scores - row["lse"][..., None]), 0.0)
-    d_probs = product("btgrd,bsgd->btgrs", row["d_out"], v)
-    d_scores = jnp.where(sees, scale * probs * (d_probs - row["delta"][..., None]), 0.0)
+    probs = jnp.exp(_scores(row, k, number, scale) - row["lse"][..., None])
+    d_probs = _product("btgrd,bsgd->btgrs", row["d_out"], v)
+    # By selection: the other factor may be NaN where nothing is seen.
+    d_scores = jnp.where(probs == 0, 0.0, scale * probs * (d_probs - row["delta"][..., None]))
     return (
-        product("btgrs,bsgd->btgrd", d_scores, k),
-        product("btgrs,btgrd->bsgd", d_scores, row["q"]),
-        product("btgrs,btgrd->bsgd", probs, row["d_out"]),
+        _product("btgrs,bsgd->btgrd", d_scores, k),
+        _product("btgrs,btgrd->bsgd", d_scores, row["q"]),
+        _product("btgrs,btgrd->bsgd", probs, row["d_out"]),
     )
 
 
