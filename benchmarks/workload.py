@@ -93,7 +93,7 @@ CELLS: tuple[Workload, ...] = (
 )
 
 # Layers on which the kernels of one GPU are compared with each other. The first is the shape that
-# the 20x claim is about: a layer of Qwen2.5-7B over a prompt of 2,048 tokens.
+# README's yardstick table shows: a layer of Qwen2.5-7B over a prompt of 2,048 tokens.
 YARDSTICK_GPU: tuple[Workload, ...] = (
     Workload("qwen7b-2k", 2048, 28, 4, 128, dtype="float16"),
     Workload("llama8b-2k", 2048, 32, 8, 128, dtype="float16"),

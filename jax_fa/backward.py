@@ -22,12 +22,7 @@ _KV_BLOCK = 256
 
 
 def gradients(
-    operands: Operands,
-    out: jax.Array,
-    lse: jax.Array,
-    d_out: jax.Array,
-    d_lse: jax.Array,
-    scale: float,
+    operands: Operands, lse: jax.Array, d_out: jax.Array, d_lse: jax.Array, scale: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(d_q, d_k, d_v), shapes and dtypes of q, k, v.
 
@@ -35,8 +30,7 @@ def gradients(
 
     Args:
       operands: q, k, v and positions of the call.
-      out: The result, ``[B, T, Hq, D]``.
-      lse: Its log-sum-exp, ``[B, T, Hq]``; only where it is -inf is looked at.
+      lse: The log-sum-exp, ``[B, T, Hq]``; only where it is -inf is looked at.
       d_out: Cotangent of out.
       d_lse: Cotangent of lse.
       scale: The factor on q·k.
@@ -45,17 +39,18 @@ def gradients(
     kv_len = k.shape[1]
     rows = jax.tree.map(
         lambda x: _into_blocks(x, _Q_BLOCK),
-        _rows(operands, out, lse, d_out, d_lse),
+        _rows(operands, lse, d_out, d_lse),
     )
     index = jnp.arange(kv_len)[None]
     seen = index <= jnp.max(positions, axis=1, initial=-1)[:, None]  # [B, S]
-    slots = [_where(seen, x.astype(jnp.float32)) for x in (k, v)]
-    slot_blocks = [_into_blocks(x, _KV_BLOCK) for x in slots]
+    k_blocks, v_blocks = (
+        _into_blocks(_where(seen, x.astype(jnp.float32)), _KV_BLOCK) for x in (k, v)
+    )
     # Counted from 1, so that the slots of zeros that _into_blocks adds stand before all others.
     number_blocks = _into_blocks(index + 1, _KV_BLOCK)
 
-    rows["lse"] = jax.lax.map(
-        lambda row: _log_sum_exp(row, slot_blocks[0], number_blocks, scale), rows
+    rows |= jax.lax.map(
+        lambda row: _statistics(row, k_blocks, v_blocks, number_blocks, scale), rows
     )
 
     def kv_block(d_q: jax.Array, block: Any) -> tuple[jax.Array, Any]:
@@ -70,7 +65,7 @@ def gradients(
         return d_q + d_q_parts, (d_k, d_v)
 
     d_q_blocks, (d_k_blocks, d_v_blocks) = jax.lax.scan(
-        kv_block, jnp.zeros_like(rows["q"]), (*slot_blocks, number_blocks)
+        kv_block, jnp.zeros_like(rows["q"]), (k_blocks, v_blocks, number_blocks)
     )
     d_q = _from_blocks(d_q_blocks, q.shape[1]).reshape(q.shape)
     d_q = _where(~jnp.isneginf(lse), d_q).astype(q.dtype)
@@ -83,23 +78,16 @@ def _where(mask: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.where(mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim)), x, 0.0)
 
 
-def _rows(
-    operands: Operands, out: jax.Array, lse: jax.Array, d_out: jax.Array, d_lse: jax.Array
-) -> Rows:
-    """What a row brings to its gradients, float32, heads grouped: [B, T, Hk, r, ...].
-
-    delta is sum_d(d_out * out) - d_lse: what the normalisation takes back from each score.
-    """
+def _rows(operands: Operands, lse: jax.Array, d_out: jax.Array, d_lse: jax.Array) -> Rows:
+    """What a row brings to its gradients, float32, heads grouped: [B, T, Hk, r, ...]."""
     q, k, _, positions = operands
     kv_len, kv_heads = k.shape[1:3]
     empty = jnp.isneginf(lse)  # [B, T, Hq]
-    d_out32 = _where(~empty, d_out.astype(jnp.float32))
-    delta = jnp.sum(d_out32 * out.astype(jnp.float32), axis=-1) - jnp.where(empty, 0.0, d_lse)
     rows = {
         "live": ~empty,
         "q": _where(~empty, q.astype(jnp.float32)),
-        "d_out": d_out32,
-        "delta": delta,
+        "d_out": _where(~empty, d_out.astype(jnp.float32)),
+        "d_lse": jnp.where(empty, 0.0, d_lse),
     }
     heads = (kv_heads, q.shape[2] // kv_heads)
     grouped = {name: x.reshape(*x.shape[:2], *heads, *x.shape[3:]) for name, x in rows.items()}
@@ -119,28 +107,41 @@ def _scores(row: Rows, k: jax.Array, number: jax.Array, scale: float) -> jax.Arr
     return jnp.where(sees & row["live"][..., None], scores, -jnp.inf)
 
 
-def _log_sum_exp(
-    row: Rows, k_blocks: jax.Array, number_blocks: jax.Array, scale: float
-) -> jax.Array:
-    """Of a block of rows over all slots, [B, t, g, r]; 0 for rows that see nothing.
+def _statistics(
+    row: Rows, k_blocks: jax.Array, v_blocks: jax.Array, number_blocks: jax.Array, scale: float
+) -> Rows:
+    """lse and delta of a block of rows over all slots, [B, t, g, r]; 0 for rows that see nothing.
 
-    Not the forward pass's own: a kernel that rounds q has other scores than these, and weights
-    relative to its lse would not add up to 1.
+    delta is sum_s(probs * d_probs) - d_lse: what the normalisation takes back from each score.
+    Not from the forward pass's lse and out: a kernel that rounds q has other scores than these, so
+    that weights relative to its lse would not add up to 1, and a 16-bit out is rounded.
     """
 
     def kv_block(carry: Any, block: Any) -> tuple[Any, None]:
-        (top, total), (k, number) = carry, block
+        (top, total, weighted), (k, v, number) = carry, block
         scores = _scores(row, k, number, scale)
         # A constant, as far as derivatives go: it cancels out.
         new_top = jax.lax.stop_gradient(jnp.maximum(top, jnp.max(scores, axis=-1)))
         anchor = jnp.where(jnp.isneginf(new_top), 0.0, new_top)
         weights = jnp.exp(scores - anchor[..., None])
-        return (new_top, total * jnp.exp(top - anchor) + jnp.sum(weights, axis=-1)), None
+        d_probs = jnp.where(weights == 0, 0.0, weights * _d_probs(row, v))
+        factor = jnp.exp(top - anchor)
+        total = total * factor + jnp.sum(weights, axis=-1)
+        return (new_top, total, weighted * factor + jnp.sum(d_probs, axis=-1)), None
 
-    start = (jnp.full(row["live"].shape, -jnp.inf), jnp.zeros(row["live"].shape))
-    (top, total), _ = jax.lax.scan(kv_block, start, (k_blocks, number_blocks))
+    zeros = jnp.zeros_like(row["d_lse"])
+    start = (jnp.full_like(zeros, -jnp.inf), zeros, zeros)
+    blocks = (k_blocks, v_blocks, number_blocks)
+    (top, total, weighted), _ = jax.lax.scan(kv_block, start, blocks)
     nothing = total == 0
-    return jnp.where(nothing, 0.0, top + jnp.log(jnp.where(nothing, 1.0, total)))
+    total = jnp.where(nothing, 1.0, total)
+    lse = jnp.where(nothing, 0.0, top + jnp.log(total))
+    return {"lse": lse, "delta": weighted / total - row["d_lse"]}
+
+
+def _d_probs(row: Rows, v: jax.Array) -> jax.Array:
+    """Cotangents of the probabilities, [B, t, g, r, s]."""
+    return _product("btgrd,bsgd->btgrs", row["d_out"], v)
 
 
 def _block(
@@ -148,7 +149,7 @@ def _block(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Parts of d_q, d_k, d_v from one block of rows and one of slots."""
     probs = jnp.exp(_scores(row, k, number, scale) - row["lse"][..., None])
-    d_probs = _product("btgrd,bsgd->btgrs", row["d_out"], v)
+    d_probs = _d_probs(row, v)
     # By selection: the other factor may be NaN where nothing is seen.
     d_scores = jnp.where(probs == 0, 0.0, scale * probs * (d_probs - row["delta"][..., None]))
     return (

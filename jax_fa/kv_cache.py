@@ -17,9 +17,10 @@ def update_kv_cache(
 
     Under ``jit`` with both caches donated, it writes in place and copies nothing (on CPUs, a
     bfloat16 cache needs jax 0.11 or newer for that). With T > 1 it takes an int32 ``[B, S]``, to
-    find slots that are named twice. Caches stacked over layers belong into the *carry* of a
-    ``lax.scan`` (``k_caches[i]`` in, ``.at[i].set`` out): one layer is copied at a time then, and
-    all of them where they are scanned over.
+    find slots that are named twice. Caches stacked over layers belong in the *carry* of a
+    ``lax.scan`` (``k_caches[i]`` in, ``.at[i].set`` out): one layer is copied at a time then;
+    scanned over as ``xs``, all of them are. On several devices it takes ``jit`` with automatic axes
+    and ``shard_map``; under explicit axes, wrap it in ``jax.sharding.auto_axes``.
 
     Args:
       k_cache: ``[B, S, Hk, D]`` or ``[S, Hk, D]``; float16 or bfloat16.

@@ -37,6 +37,9 @@ def sequence_parallel_prefill_attention(
     wire, as in an all-reduce. Otherwise (a decoding step) every device merges all rows, in one
     exchange of n - 1 outs.
 
+    Take gradients outside the ``shard_map``, or inside with ``check_vma=True``. Inside with
+    ``check_vma=False`` each device's copy of a loss counts, as for ``psum``.
+
     Args:
       q: ``[B, T, Hq, D]`` or ``[T, Hq, D]``, the same on all devices of the axis; T and Hq may be
         split over other axes.

@@ -41,14 +41,14 @@ def merge_states(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[jax.Ar
     total = weight_a + weight_b
 
     def part(out: jax.Array, weight: jax.Array) -> jax.Array:
-        share = weight / jnp.where(total == 0, 1.0, total)
-        return share[..., None] * out.astype(jnp.float32)
+        share = (weight / jnp.where(total == 0, 1.0, total))[..., None]
+        # By selection: a state of weight 0 may hold anything.
+        return share * jnp.where(share == 0, 0.0, out.astype(jnp.float32))
 
     merged = (part(out_a, weight_a) + part(out_b, weight_b)).astype(out_a.dtype)
-    # By selection, not by weight: a state of weight 0 may hold anything, and the other one keeps
-    # its bits.
-    merged = jnp.where((weight_b == 0)[..., None], out_a, merged)
-    merged = jnp.where((weight_a == 0)[..., None], out_b, merged)
-    merged = jnp.where((total == 0)[..., None], jnp.zeros_like(merged), merged)
-    lse = jnp.where(total == 0, -jnp.inf, anchor + jnp.log(jnp.where(total == 0, 1.0, total)))
-    return merged, lse
+    lse = anchor + jnp.log(jnp.where(total == 0, 1.0, total))
+    # The neutral element: the other state keeps its bits, two empty ones stay empty.
+    empty_a, empty_b = jnp.isneginf(lse_a), jnp.isneginf(lse_b)
+    merged = jnp.where(empty_b[..., None], out_a, jnp.where(empty_a[..., None], out_b, merged))
+    merged = jnp.where((empty_a & empty_b)[..., None], jnp.zeros_like(merged), merged)
+    return merged, jnp.where(empty_b, lse_a, jnp.where(empty_a, lse_b, lse))

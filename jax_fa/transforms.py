@@ -140,14 +140,14 @@ def _attend_forward(config: Config, *operands: jax.Array) -> tuple[list[jax.Arra
     # By attend itself, so that the gradient can be differentiated in its turn.
     out, lse = attend(config.with_lse(), *operands)
     results = [out, lse] if config.return_lse else [out]
-    return results, (operands, out, lse)
+    return results, (operands, lse)
 
 
 def _attend_backward(config: Config, residuals: Any, cotangents: list[jax.Array]) -> Any:
-    operands, out, lse = residuals
+    operands, lse = residuals
     d_out = cotangents[0]
     d_lse = cotangents[1] if config.return_lse else jnp.zeros_like(lse)
-    d_q, d_k, d_v = backward.gradients(operands, out, lse, d_out, d_lse, config.scale)
+    d_q, d_k, d_v = backward.gradients(operands, lse, d_out, d_lse, config.scale)
     return d_q, d_k, d_v, None  # integer positions have no gradient
 
 

@@ -207,3 +207,19 @@ def test_strict_rank_promotion_is_no_hindrance():
     with jax.numpy_rank_promotion("raise"):
         for attention in (prefill_attention, reference.prefill_attention):
             jax.grad(lambda q, f=attention: jnp.sum(f(q, *arrays[1:])))(arrays[0])
+
+
+def test_a_16_bit_out_does_not_round_the_gradients(attention):
+    """Values far from 0: what the rounding of out takes away is not taken from the scores."""
+    q, k, v, positions = Case("offset", q_len=20, n_past=30, head_dim=64).arrays()
+    q, k = (x.astype(jnp.bfloat16) for x in (q, k))
+    v = (v + 200).astype(jnp.bfloat16)
+    weights = jnp.asarray(np.random.default_rng(2).standard_normal(q.shape), jnp.float32)
+
+    def loss(function):
+        return lambda q: jnp.sum(weights * function(q, k, v, positions).astype(jnp.float32))
+
+    got = np.asarray(jax.grad(loss(attention))(q), np.float32)
+    exact = q.astype(jnp.float32)  # the reference then keeps out in float32
+    want = np.asarray(jax.grad(loss(reference.prefill_attention))(exact), np.float32)
+    assert np.linalg.norm(got - want) <= 2**-7 * np.linalg.norm(want)

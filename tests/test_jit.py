@@ -118,6 +118,11 @@ except TypeError as error:
     assert "float64" in str(error)
 else:
     raise AssertionError("float64 q was served")
+d_q, d_k, d_v = jax.grad(
+    lambda q, k, v: jax_fa.prefill_attention(q, k, v, big).sum(), (0, 1, 2)
+)(q, k, v)
+assert [x.dtype for x in (d_q, d_k, d_v)] == [jnp.float32, jnp.float16, jnp.float16]
+assert np.isfinite(np.asarray(d_q)).all() and np.abs(np.asarray(d_v)).max() > 0
 out, lse = jax_fa.merge_states(*want, *want)
 assert out.dtype == lse.dtype == jnp.float32
 print("x64 ok")

@@ -88,3 +88,26 @@ def test_bad_states_are_refused_with_names():
         merge_states(out, lse, out.astype(jnp.float16), lse)
     with pytest.raises(TypeError, match="lse_a is a float"):
         merge_states(out, 0.0, out, lse)
+
+
+def test_gradients_pass_by_what_an_empty_state_holds():
+    out, lse = state(1)
+    empty = (jnp.full_like(out, jnp.nan), jnp.full_like(lse, EMPTY))
+
+    def loss(out, lse):
+        merged, merged_lse = merge_states(out, lse, *empty)
+        return jnp.sum(merged) + jnp.sum(merged_lse)
+
+    d_out, d_lse = jax.grad(loss, (0, 1))(out, lse)
+    np.testing.assert_array_equal(np.asarray(d_out), 1.0)
+    np.testing.assert_array_equal(np.asarray(d_lse), 1.0)
+
+
+@pytest.mark.parametrize("odd", [jnp.nan, jnp.inf])
+def test_an_empty_state_is_neutral_to_odd_ones_too(odd):
+    out, lse = state(1)
+    merged = merge_states(
+        out, jnp.full_like(lse, odd), jnp.zeros_like(out), jnp.full_like(lse, EMPTY)
+    )
+    assert_same_bits(merged[0], out)
+    assert_same_bits(merged[1], jnp.full_like(lse, odd))
