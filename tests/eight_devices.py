@@ -28,7 +28,7 @@ from jax_fa import native, prefill_attention
 
 shardy_only = pytest.mark.skipif(
     not getattr(jax.config, "jax_use_shardy_partitioner", True),
-    reason="GSPMD, which JAX has left, cannot do this",
+    reason="GSPMD, which JAX has left, cannot do this; Shardy, the default, runs this",
 )
 
 ROWS_AND_HEADS = {  # mesh axes and sizes, heads, how q, k and v, positions are split

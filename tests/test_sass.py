@@ -10,7 +10,9 @@ import jax_fa
 ARCHITECTURES = jax_fa.native.load().cuda_architectures or ""
 
 pytestmark = [
-    pytest.mark.skipif(not ARCHITECTURES, reason="this build has no CUDA kernels to read"),
+    pytest.mark.skipif(
+        not ARCHITECTURES, reason="no CUDA kernels to read; a build with CUDA runs this"
+    ),
     pytest.mark.skipif(
         sass.find_cuobjdump() is None,
         reason="needs cuobjdump and nvdisasm, of a CUDA toolkit or from PyPI",

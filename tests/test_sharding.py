@@ -25,7 +25,8 @@ def test_on_eight_devices():
 
 
 @pytest.mark.skipif(
-    not hasattr(jax.config, "jax_use_shardy_partitioner"), reason="this JAX has Shardy only"
+    not hasattr(jax.config, "jax_use_shardy_partitioner"),
+    reason="this JAX has Shardy only; one with jax_use_shardy_partitioner runs this",
 )
 def test_on_eight_devices_with_gspmd():
     """XLA's older partitioner, which asks other questions."""

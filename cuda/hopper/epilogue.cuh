@@ -23,10 +23,10 @@ __device__ __forceinline__ void FinishRows(const Seat<C>& seat, const RowState& 
   const KernelParams& params = seat.params;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
+    const bool empty = seat.Visible()[8 * r] == 0;
     const float total = QuadSum(rows.sum[r]);
-    // No slots, or none whose score is above -inf.
-    const bool empty = seat.Visible()[8 * r] == 0 || total == 0.0f;
-    const float inverse = __frcp_rn(total);
+    // Scores of -inf alone: out stays 0, and lse is -inf by itself.
+    const float inverse = total == 0.0f ? 0.0f : __frcp_rn(total);
     const int row = seat.Row() + 8 * r;
     if (params.lse != nullptr && threadIdx.x % 4 == 0 && seat.Tile().q_start + row < params.q_len) {
       const float log2_sum = __fsub_rn(ptx::log2_approx(total), rows.negative_shift[r]);
