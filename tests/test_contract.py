@@ -146,8 +146,25 @@ def test_c5_a_larger_cache_and_batch_change_no_bit(attention):
     assert_same_bits(whole, attention(q, *longer, positions))
 
 
-def test_c5_neighbouring_rows_change_no_bit(attention):
-    q, k, v, positions = arrays(q_len=64, n_past=100, head_dim=64)
+@pytest.mark.parametrize("chunk_invariant", [True, False])
+def test_many_tiles_over_a_cache_larger_than_l2(attention, kernel, chunk_invariant):
+    """hopper then works on the heads in sections (7 kv heads by 3, 3 and 1): none may be missed."""
+    tokens, slots = (300, 1000) if kernel == "cpu" else (12_000, 65_536)
+    q, k, v, _ = arrays(q_len=tokens, kv_len=200, q_heads=28, kv_heads=7, head_dim=128)
+    positions = jnp.asarray(np.random.default_rng(3).integers(0, 200, (1, tokens)), jnp.int32)
+    small = attention(q, k, v, positions)
+    k, v = (jnp.pad(x, ((0, 0), (0, slots - 200), (0, 0), (0, 0))) for x in (k, v))
+    large = attention(q, k, v, positions, chunk_invariant=chunk_invariant)
+    if chunk_invariant:
+        assert_same_bits(small, large)
+    else:
+        assert_within(large, small, 5e-3)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_c5_neighbouring_rows_change_no_bit(attention, head_dim):
+    """Nor do neighbours with scores fifty times as large."""
+    q, k, v, positions = arrays(q_len=64, n_past=100, head_dim=head_dim)
     whole = attention(q, k, v, positions)
     other = positions.at[:, 1::2].set(jnp.asarray([-1, 5, 130, 163] * 8))
     moved = attention(q.at[:, 1::2].multiply(50.0), k, v, other)
@@ -224,9 +241,10 @@ def test_more_than_32768_slots(attention, kernel):
     assert_within(out, want, output_bound(kernel, q, k, v, positions))
 
 
-def test_rising_and_falling_row_maxima(attention, kernel):
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_rising_and_falling_row_maxima(attention, kernel, head_dim):
     """Keys that grow (or shrink) along S make every tile (or none) raise the row maximum."""
-    q, k, v, positions = arrays(q_len=130, n_past=300, head_dim=64)
+    q, k, v, positions = arrays(q_len=130, n_past=300, head_dim=head_dim)
     ramp = jnp.linspace(0.01, 3, k.shape[1])[None, :, None, None]
     for keys in (k * ramp, k * ramp[:, ::-1], jnp.abs(k) * ramp):
         keys = keys.astype(k.dtype)

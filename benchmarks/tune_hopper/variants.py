@@ -34,6 +34,8 @@ class Variant:
 
 VARIANTS: dict[str, Variant] = {
     "d128": Variant(128, "Tuning128"),
+    "d128_wait": Variant(128, "Tuning128", {"kSoftmaxUnderOutput": 0}),
+    "d64_small": Variant(64, "Tuning64Small"),
     "d128_wide": Variant(128, "Tuning128Wide"),
     "d128_wide_f16": Variant(128, "Tuning128Wide", element="__half"),
     "d128_small": Variant(128, "Tuning128Small"),
@@ -44,6 +46,7 @@ VARIANTS: dict[str, Variant] = {
     "d64_f16": Variant(64, "Tuning64", element="__half"),
     "d64_f32q": Variant(64, "Tuning64", query="float"),
     "d256": Variant(256, "Tuning256"),
+    "d256_wait": Variant(256, "Tuning256", {"kSoftmaxUnderOutput": 0}),
     "d256_kv64": Variant(256, "Tuning256", {"kTileKV": 64}),
     "d256_kv64s5": Variant(256, "Tuning256", {"kTileKV": 64, "kKvStages": 5}),
     "d256_f16": Variant(256, "Tuning256", element="__half"),

@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/hopper/divisor.h"
+
 namespace jax_fa::cuda::hopper {
 
 constexpr int kWarpgroup = 128;      // threads
@@ -24,8 +26,8 @@ struct Tuning128 {
   static constexpr int kBlocksPerSm = 1;
   // A 16-bit output leaves through the tile's Q stage and TMA, or straight from registers.
   static constexpr bool kStagesOutput = true;
-  // Scores turned into weights before the wait for the product P.V in flight.
-  static constexpr int kEarlyScores = 16;
+  // The softmax of a KV tile runs under the product P.V of the one before, not after it.
+  static constexpr bool kSoftmaxUnderOutput = true;
 };
 
 // Query tiles of 64 rows, two blocks on an SM: for few query rows.
@@ -36,9 +38,11 @@ struct Tuning128Small : Tuning128 {
   static constexpr int kBlocksPerSm = 2;
 };
 
-// Half the products for the same exponentials: a third consumer hides more of them.
+// Half the products for the same exponentials: a third consumer hides more of them, and leaves no
+// registers to spare.
 struct Tuning64 : Tuning128 {
   static constexpr int kConsumers = 3;
+  static constexpr bool kSoftmaxUnderOutput = false;
 };
 
 // Three consumers on smaller KV tiles, for many and long query tiles; another KV tile, so only for
@@ -140,10 +144,17 @@ struct KernelParams {
   int32_t q_heads;
   int32_t kv_heads;
   int32_t head_dim;
-  int32_t q_tiles;     // per sequence and head
-  int32_t tiles;       // q_tiles * sequences * q_heads
-  float query_factor;  // a float32 q is multiplied by it before it is rounded
-  float score_factor;  // scores * score_factor are logarithms to base 2 of the weights
+  int32_t q_tiles;  // of a head
+  int32_t tiles;    // q_tiles * heads of all sequences
+  // The order of the query tiles; see PlaceOfTile.
+  int32_t sections;
+  Divisor section_tiles;
+  Divisor section_heads;
+  Divisor last_section_heads;  // it may have fewer
+  Divisor heads_of_sequence;   // query heads
+  Divisor group;               // query heads of a KV head
+  float query_factor;          // a float32 q is multiplied by it before it is rounded
+  float score_factor;          // scores * score_factor are logarithms to base 2 of the weights
 };
 
 struct TensorMaps {

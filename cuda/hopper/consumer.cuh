@@ -165,19 +165,28 @@ __device__ __forceinline__ void ConsumeTiles(SharedStorage<C>& shared, const Ten
       IssueOutput<C>(out, probs, kv_base + v_stage * C::kKvBytes);
       turns.Pass();
 
+      auto finish_output = [&] {
+        ptx::wgmma_wait_group<0>();
+        ptx::pin_registers(out);
+      };
       ptx::wgmma_wait_group<1>();
       ptx::pin_registers(scores);
       FreeKvStage<C>(shared, k_stage);
+      if constexpr (!C::kSoftmaxUnderOutput) {
+        finish_output();
+        FreeKvStage<C>(shared, v_stage);
+      }
       if (tile >= whole_tiles) MaskScores(scores, seat.Visible(), tile * C::kTileKV);
       float tile_sum[2] = {0.0f, 0.0f};
-      Exponentiate<0, C::kEarlyScores>(scores, rows, score_factor, tile_sum);
-      ptx::wgmma_wait_group<0>();
-      ptx::pin_registers(scores);
-      ptx::pin_registers(out);
-      FreeKvStage<C>(shared, v_stage);
-      Exponentiate<C::kEarlyScores, C::kScoreRegisters>(scores, rows, score_factor, tile_sum);
+      Exponentiate(scores, rows, score_factor, tile_sum);
+      // ptxas moves a wait up past arithmetic, but not past this branch, which needs all of it.
       if (__any_sync(~0u, fmaxf(tile_sum[0], tile_sum[1]) > kRaiseAbove)) {
+        if constexpr (C::kSoftmaxUnderOutput) finish_output();
         RaiseShifts<C>(seat, tile * C::kTileKV, rows, scores, tile_sum, out);
+      }
+      if constexpr (C::kSoftmaxUnderOutput) {
+        finish_output();
+        FreeKvStage<C>(shared, v_stage);
       }
       rows.sum[0] = __fadd_rn(rows.sum[0], tile_sum[0]);
       rows.sum[1] = __fadd_rn(rows.sum[1], tile_sum[1]);

@@ -19,12 +19,12 @@ namespace jax_fa::cuda::hopper {
 
 inline int32_t CeilDiv(int64_t a, int64_t b) { return static_cast<int32_t>((a + b - 1) / b); }
 
-// SMs of the current device.
-inline cudaError_t CountSms(int* count) {
+// An attribute of the current device.
+inline cudaError_t GetDeviceAttribute(cudaDeviceAttr attribute, int* value) {
   int device = 0;
   const cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
-  return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
+  return cudaDeviceGetAttribute(value, attribute, device);
 }
 
 // Lets the kernel have its shared memory on the current device; once per device and build.
@@ -60,8 +60,21 @@ cudaError_t MakeTensorMaps(const AttentionParams& params, TensorMaps* maps) {
   return EncodeTensorMap(params.out, rows, type, 16, &maps->out);
 }
 
+// KV heads are worked on in sections whose K and V take half of L2, since each of its partitions
+// holds lines of the other too. A section of fewer than this many rounds of tiles would pair the
+// long tiles of one with those of the next: with 5, no block gets 2 % more than its share.
+constexpr int64_t kSectionRounds = 5;
+
+inline int64_t CountSections(const AttentionProblem& problem, int64_t tiles, int sm_count,
+                             int l2_bytes) {
+  const int64_t kv_heads = problem.batch * problem.kv_heads;
+  const int64_t kv_bytes = std::max<int64_t>(4 * problem.kv_len * problem.head_dim, 1);
+  const int64_t fitting = std::clamp<int64_t>(l2_bytes / 2 / kv_bytes, 1, kv_heads);
+  return std::clamp<int64_t>(tiles / (kSectionRounds * sm_count), 1, CeilDiv(kv_heads, fitting));
+}
+
 template <typename C>
-KernelParams MakeKernelParams(const AttentionParams& params) {
+KernelParams MakeKernelParams(const AttentionParams& params, int sm_count, int l2_bytes) {
   KernelParams p = {};
   p.q = params.q;
   p.k = params.k;
@@ -74,8 +87,20 @@ KernelParams MakeKernelParams(const AttentionParams& params) {
   p.q_heads = static_cast<int32_t>(params.q_heads);
   p.kv_heads = static_cast<int32_t>(params.kv_heads);
   p.head_dim = static_cast<int32_t>(params.head_dim);
+  const int64_t heads = params.batch * params.q_heads;
   p.q_tiles = CeilDiv(params.q_len, C::kTileQ);
-  p.tiles = static_cast<int32_t>(p.q_tiles * params.batch * params.q_heads);
+  p.tiles = static_cast<int32_t>(p.q_tiles * heads);
+  const int64_t kv_heads = params.batch * params.kv_heads;
+  const int64_t section_kv_heads =
+      CeilDiv(kv_heads, CountSections(params, p.tiles, sm_count, l2_bytes));
+  const int32_t section_heads =
+      static_cast<int32_t>(section_kv_heads * params.q_heads_per_kv_head());
+  p.sections = CeilDiv(heads, section_heads);
+  p.section_tiles = Divisor(section_heads * p.q_tiles);
+  p.section_heads = Divisor(section_heads);
+  p.last_section_heads = Divisor(static_cast<int32_t>(heads - (p.sections - 1) * section_heads));
+  p.heads_of_sequence = Divisor(p.q_heads);
+  p.group = Divisor(p.q_heads / p.kv_heads);
   // A float32 q takes the scale before it is rounded, unless that could overflow a float16.
   const bool scale_q = C::kFloatQuery && params.scale <= 1.0f;
   p.query_factor = scale_q ? params.scale : 1.0f;
@@ -91,13 +116,17 @@ cudaError_t Launch(const AttentionParams& params, cudaStream_t stream) {
   error = AllowSharedMemory<C>(device);
   if (error != cudaSuccess) return error;
   int sm_count = 0;
-  error = CountSms(&sm_count);
+  error = GetDeviceAttribute(cudaDevAttrMultiProcessorCount, &sm_count);
+  if (error != cudaSuccess) return error;
+  int l2_bytes = 0;
+  error = GetDeviceAttribute(cudaDevAttrL2CacheSize, &l2_bytes);
   if (error != cudaSuccess) return error;
   TensorMaps maps = {};
   error = MakeTensorMaps<C>(params, &maps);
   if (error != cudaSuccess) return error;
-  const KernelParams kernel_params = MakeKernelParams<C>(params);
-  const int grid = std::min(kernel_params.tiles, sm_count * C::kBlocksPerSm);
+  const KernelParams kernel_params = MakeKernelParams<C>(params, sm_count, l2_bytes);
+  const int grid =
+      kernel_params.tiles > sm_count ? sm_count * C::kBlocksPerSm : kernel_params.tiles;
   PrefillKernel<C><<<grid, C::kThreads, sizeof(SharedStorage<C>), stream>>>(maps, kernel_params);
   return cudaGetLastError();
 }
@@ -127,7 +156,7 @@ inline bool PrefersSmallTiles(const AttentionProblem& problem, int sm_count) {
 template <int kHeadDim, typename Tuning, typename SmallTuning>
 cudaError_t LaunchSizes(const AttentionParams& params, cudaStream_t stream) {
   int sm_count = 0;
-  const cudaError_t error = CountSms(&sm_count);
+  const cudaError_t error = GetDeviceAttribute(cudaDevAttrMultiProcessorCount, &sm_count);
   if (error != cudaSuccess) return error;
   return PrefersSmallTiles(params, sm_count) ? LaunchDTypes<kHeadDim, SmallTuning>(params, stream)
                                              : LaunchDTypes<kHeadDim, Tuning>(params, stream);

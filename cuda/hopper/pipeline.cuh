@@ -11,12 +11,9 @@
 
 namespace jax_fa::cuda::hopper {
 
-// Which query tiles this block works on, and in what order. Tiles are numbered longest first for
-// growing positions (the last tokens of every head, then those before), heads fastest, so that the
-// query heads of one KV head run side by side and share its K and V in L2. Each round gives every
-// block one tile, forwards and backwards in turn, so that the block with the longest tile of one
-// round has the shortest of the next. A fixed order needs no counter in device memory, and no
-// zeroing of one.
+// Which query tiles this block works on, and in what order. Each round gives every block one tile,
+// forwards and backwards in turn, so that the block with the longest tile of one round has the
+// shortest of the next. A fixed order needs no counter in device memory, and no zeroing of one.
 template <typename C>
 class TileOrder {
  public:
@@ -44,6 +41,36 @@ class TileOrder {
   int32_t tiles_;
   uint32_t round_ = 0;
 };
+
+// Where a query tile lies.
+struct TilePlace {
+  int32_t sequence;
+  int32_t q_head;
+  int32_t kv_head;
+  int32_t q_start;  // first token
+};
+
+// Tile `index` of the launch. Heads are worked on in sections, whose K and V stay in L2, and within
+// a section fastest, so that the query heads of one KV head run side by side. For growing positions
+// the last tokens have the longest tiles: the last section goes from them to the first, and
+// sections alternate, so that lengths never jump and the launch ends with short tiles.
+template <typename C>
+__device__ __forceinline__ TilePlace PlaceOfTile(const KernelParams& params, int32_t index) {
+  const int32_t section = params.section_tiles.Quotient(index);
+  const int32_t sections_after = params.sections - 1 - section;
+  const int32_t in_section = index - section * params.section_tiles.value;
+  const Divisor heads = sections_after == 0 ? params.last_section_heads : params.section_heads;
+  const int32_t turn = heads.Quotient(in_section);
+  const int32_t q_tile = sections_after % 2 == 0 ? params.q_tiles - 1 - turn : turn;
+  // Of all sequences' heads.
+  const int32_t head = section * params.section_heads.value + in_section - turn * heads.value;
+  TilePlace place;
+  place.sequence = params.heads_of_sequence.Quotient(head);
+  place.q_head = head - place.sequence * params.heads_of_sequence.value;
+  place.kv_head = params.group.Quotient(place.q_head);
+  place.q_start = q_tile * C::kTileQ;
+  return place;
+}
 
 // Address of `pointer`'s target in the block's shared memory.
 __device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {

@@ -34,6 +34,14 @@ __device__ __forceinline__ void InitBarriers(SharedStorage<C>& shared) {
   cptx::fence_proxy_async(cptx::space_shared);
 }
 
+// Their first use is one trip to device memory away.
+template <typename C>
+__device__ __forceinline__ void PrefetchTensorMaps(const TensorMaps& maps) {
+  if constexpr (!C::kFloatQuery) ptx::prefetch_tensormap(&maps.q);
+  ptx::prefetch_tensormap(&maps.k);
+  ptx::prefetch_tensormap(&maps.v);
+}
+
 template <typename C>
 __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
     PrefillKernel(const __grid_constant__ TensorMaps maps,
@@ -41,6 +49,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   extern __shared__ __align__(1024) uint8_t s_bytes[];
   auto& shared = *reinterpret_cast<SharedStorage<C>*>(s_bytes);
   if (threadIdx.x == 0) InitBarriers<C>(shared);
+  if (threadIdx.x == 32) PrefetchTensorMaps<C>(maps);
   // Every role waits on barriers that thread 0 has made.
   __syncthreads();
 

@@ -76,22 +76,14 @@ template <typename C>
 __device__ __forceinline__ void ProduceTiles(SharedStorage<C>& shared, const TensorMaps& maps,
                                              const KernelParams& params) {
   RingPlace<C::kKvStages> ring;
-  const int32_t group = params.q_heads / params.kv_heads;
-  const int32_t heads_of_all = params.tiles / params.q_tiles;  // sequences * q_heads
-  if (threadIdx.x == 0) {
-    if constexpr (!C::kFloatQuery) ptx::prefetch_tensormap(&maps.q);
-    ptx::prefetch_tensormap(&maps.k);
-    ptx::prefetch_tensormap(&maps.v);
-  }
   for (TileOrder<C> order(params.tiles); !order.Done(); order.Next()) {
-    const int32_t from_last = order.Index() / heads_of_all;
-    const int32_t head_of_all = order.Index() % heads_of_all;
+    const TilePlace place = PlaceOfTile<C>(params, order.Index());
     TileInfo info;
-    info.sequence = head_of_all / params.q_heads;
-    info.q_head = head_of_all % params.q_heads;
-    info.q_start = (params.q_tiles - 1 - from_last) * C::kTileQ;
+    info.sequence = place.sequence;
+    info.q_head = place.q_head;
+    info.q_start = place.q_start;
     info.poisoned = 0;
-    const int32_t kv_head = info.q_head / group;
+    const int32_t kv_head = place.kv_head;
     uint64_t* q_full = &shared.q_full[order.QStage()];
 
     // Written: by every thread that reads this stage's Q, TileInfo or row limits, or stores from

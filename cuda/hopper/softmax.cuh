@@ -82,12 +82,12 @@ __device__ __forceinline__ float NegativeShift(float largest, float score_factor
   return largest == -INFINITY ? 0.0f : -__fmul_rn(largest, score_factor);
 }
 
-// Turns scores [kBegin, kEnd) into weights and adds them to `sum`.
-template <int kBegin, int kEnd, int kCount>
+// Turns scores into weights and adds them to `sum`.
+template <int kCount>
 __device__ __forceinline__ void Exponentiate(float (&scores)[kCount], const RowState& rows,
                                              float score_factor, float (&sum)[2]) {
 #pragma unroll
-  for (int i = kBegin; i < kEnd; ++i) {
+  for (int i = 0; i < kCount; ++i) {
     const int r = i / 2 % 2;
     const float x = __fmaf_rn(scores[i], score_factor, rows.negative_shift[r]);
     scores[i] = ptx::exp2_approx(x);
@@ -104,7 +104,7 @@ __device__ __forceinline__ void StartRows(float (&scores)[kCount], float score_f
     rows.negative_shift[r] = NegativeShift(RowMax(scores, r), score_factor);
     rows.sum[r] = 0.0f;
   }
-  Exponentiate<0, kCount>(scores, rows, score_factor, rows.sum);
+  Exponentiate(scores, rows, score_factor, rows.sum);
 }
 
 // Rounds the weights to the operand of P.V: pair i of the accumulator is register i of the A
