@@ -29,7 +29,7 @@ _RUN_CASES = """
 import sys
 sys.stdout = sys.stderr  # what run_script shows of a failure
 import pytest
-raise SystemExit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *{arguments!r}]))
+raise SystemExit(pytest.main(["-q", "--tb=short", "-p", "no:cacheprovider", *{arguments!r}]))
 """
 
 

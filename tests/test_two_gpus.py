@@ -31,13 +31,9 @@ def environment(request):
     return {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_FLAGS": f"{flags} {quick}"}
 
 
-def test_first_calls_in_a_fresh_process(environment):
-    run_cases("two_devices.py", "-k", "first_calls", **environment)
+def test_one_process_with_two_devices(environment):
+    run_cases("two_devices.py", **environment)
 
 
-def test_threads_and_errors(environment):
-    run_cases("two_devices.py", "-k", "not first_calls", **environment)
-
-
-def test_split_calls(environment):
+def test_calls_split_over_two_devices(environment):
     run_cases("eight_devices*.py", "-k", SPLIT, **environment)

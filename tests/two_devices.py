@@ -41,23 +41,24 @@ def attend_on(device, arrays, kernel, **options):
 
 def builds(kernel):
     """Calls that between them take every build of the kernel: arrays on the host, and options."""
-    sizes = [(48, 4, {})]
+    sizes = [(48, 4, {}, (64, 128, 256))]
     if kernel == "hopper":  # it has builds for many query tiles, and for long calls that may vary
-        sizes += [(320, 64, {}), (8192, 1, {"chunk_invariant": False})]
+        sizes += [(320, 64, {}, (64, 128, 256)), (8192, 1, {"chunk_invariant": False}, (128,))]
     dtypes = [("float32", "float16"), ("float32", "bfloat16"), ("float16",) * 2, ("bfloat16",) * 2]
-    for (q_len, heads, options), (q_dtype, kv_dtype), head_dim in product(
-        sizes, dtypes, (64, 128, 256)
-    ):
-        case = Case(
-            f"build_{q_len}_{head_dim}",
-            q_len=q_len,
-            q_heads=heads,
-            kv_heads=1,
-            head_dim=head_dim,
-            q_dtype=q_dtype,
-            kv_dtype=kv_dtype,
-        )
-        for arrays in served(kernel, [case]):
+    for (q_len, heads, options, head_dims), (q_dtype, kv_dtype) in product(sizes, dtypes):
+        cases = [
+            Case(
+                f"build_{q_len}_{head_dim}",
+                q_len=q_len,
+                q_heads=heads,
+                kv_heads=1,
+                head_dim=head_dim,
+                q_dtype=q_dtype,
+                kv_dtype=kv_dtype,
+            )
+            for head_dim in head_dims
+        ]
+        for arrays in served(kernel, cases):
             yield arrays, options
 
 
@@ -65,6 +66,7 @@ def test_first_calls_go_to_either_device(kernel):
     """What a launch needs once a device is not taken for done once a process.
 
     The first call of all goes to the second device; then, of each build, every other one's does.
+    It stands first in this file: no other call may have been made before.
     """
     calls = list(builds(kernel))
     for i, (arrays, options) in enumerate(calls):
