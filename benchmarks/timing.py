@@ -71,7 +71,12 @@ class Timing:
 
 
 def measure(
-    calls: Mapping[str, Call], *, rounds: int = 5, per_round: int = 4, seed: int = 0
+    calls: Mapping[str, Call],
+    *,
+    rounds: int = 5,
+    per_round: int = 4,
+    seed: int = 0,
+    wall: bool = False,
 ) -> dict[str, Timing]:
     """Times `calls` against each other.
 
@@ -80,6 +85,7 @@ def measure(
       rounds: how often the whole field is gone through, in a new random order each time.
       per_round: back-to-back runs of a contender in its turn.
       seed: of the orders.
+      wall: whether host time and gaps between launches count on a GPU too.
 
     Returns:
       rounds * per_round samples of each contender; `rounds` of them where it is wall clock.
@@ -92,6 +98,8 @@ def measure(
         turns += order
     if jax.default_backend() != "gpu":
         return _measure_wall(calls, turns, per_round=1, method=WALL_CPU)
+    if wall:
+        return _measure_wall(calls, turns, per_round, method=WALL_GPU)
     try:
         return _measure_kernels(calls, turns, per_round)
     except CuptiUnavailableError as error:
@@ -123,12 +131,12 @@ def _measure_kernels(
                 results.append(calls[name]())
             jax.block_until_ready(results)
 
-    seconds = _split_at_marker(_kernels_launched_by(marked_turns), marker.kernel)
+    seconds = _split_at_marker(kernels_launched_by(marked_turns), marker.kernel)
     if len(seconds) != len(runs):
         # A contender launches a kernel of the marker's name: give each run a session of its own,
         # which costs about 0.1 s apiece.
         seconds = [
-            sum(duration for _, duration in _kernels_launched_by(calls[name])) for name in runs
+            sum(duration for _, duration in kernels_launched_by(calls[name])) for name in runs
         ]
     silent = sorted({name for name, value in zip(runs, seconds, strict=True) if value <= 0})
     if silent:
@@ -154,7 +162,7 @@ class _Marker:
         self._operand = jnp.full((8,), 0.5, jnp.float32)
         self._call = jax.jit(jnp.arctanh)
         jax.block_until_ready(self())
-        kernels = _kernels_launched_by(self)
+        kernels = kernels_launched_by(self)
         if len(kernels) != 1:
             raise CuptiUnavailableError(
                 f"CUPTI saw {len(kernels)} kernels of a call that launches one"
@@ -176,8 +184,9 @@ def _split_at_marker(kernels: Sequence[Kernel], marker: str) -> list[float]:
     return totals
 
 
-def _kernels_launched_by(call: Call) -> list[Kernel]:
-    """Runs `call` in a CUPTI session and returns the kernels it launched, in launch order."""
+def kernels_launched_by(call: Call) -> list[Kernel]:
+    """Runs `call` in a CUPTI session and returns the kernels it launched, in launch order; those of
+    all GPUs, without saying of which."""
     extension = _cupti_extension()
     jax.block_until_ready(jnp.zeros(()))
     try:

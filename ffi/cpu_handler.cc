@@ -71,9 +71,9 @@ ffi::Error Run(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuf
   }
   const std::string wanted(attributes.implementation);
   if (!wanted.empty() && wanted != "cpu") {
-    return ffi::Error::InvalidArgument(
-        "jax_fa.prefill_attention: implementation='" + wanted +
-        "' is a CUDA kernel and this call is placed on a CPU; use implementation=None or 'cpu'.");
+    return ffi::Error::InvalidArgument("jax_fa.prefill_attention: implementation='" + wanted +
+                                       "' is not a CPU kernel, and the call is placed on a CPU; "
+                                       "use implementation=None or 'cpu'.");
   }
   if (const std::string refusal = cpu::Refusal(params); !refusal.empty()) {
     return ffi::Error::InvalidArgument("jax_fa.prefill_attention: " + refusal);

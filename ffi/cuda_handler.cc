@@ -21,6 +21,7 @@ ffi::Error Invalid(const std::string& message) {
 }
 
 ffi::Error CudaError(const char* step, cudaError_t error) {
+  cudaGetLastError();  // reported once, here; the next launch must not meet it again
   return ffi::Error::Internal(std::string("jax_fa.prefill_attention: ") + step + ": " +
                               cudaGetErrorName(error) + ": " + cudaGetErrorString(error));
 }

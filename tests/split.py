@@ -1,4 +1,4 @@
-"""Meshes, split arrays, and what compiled programs move: for the tests on eight devices."""
+"""Meshes, split arrays, and what compiled programs move: for the tests on several devices."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from bounds import assert_same_bits
 from cases import Case
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -23,14 +24,22 @@ COLLECTIVE = re.compile(
 )
 
 
+DEVICES = len(jax.devices())
+
+# Two axes over all of them, 4 x 2 where there are eight; of two devices, y gets one.
+GRID = {"x": max(DEVICES // 2, 2), "y": 2 if DEVICES >= 4 else 1}
+
+
 def mesh(kind=AUTO, **sizes):
     count = int(np.prod(list(sizes.values())))
+    if count > DEVICES:
+        pytest.skip(f"needs {count} devices; test_sharding.py runs this on eight of a CPU")
     devices = np.array(jax.devices()[:count]).reshape(*sizes.values())
     return Mesh(devices, tuple(sizes), axis_types=(kind,) * len(sizes))
 
 
 def grid(kind=AUTO):
-    return mesh(kind, x=4, y=2)
+    return mesh(kind, **GRID)
 
 
 def arrays(q_heads=8, kv_heads=4, **options):

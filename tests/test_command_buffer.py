@@ -56,3 +56,40 @@ print("captured", len(inside))
 
 def test_c7_captured_calls_replay_with_other_positions(kernel, tmp_path):
     assert "captured" in run_script(SCRIPT.format(dump=str(tmp_path), kernel=kernel))
+
+
+REFUSED = """
+import os, sys
+sys.path.append({tests!r})
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_gpu_graph_min_graph_size=1"
+)
+import jax, numpy as np
+from cases import Case
+from unserved import REFUSAL, attend_unserved
+import jax_fa
+q, *others = Case("refused", q_len=20).arrays()
+
+def three(attend):
+    def layers(q, *others):
+        for _ in range(3):
+            q = attend(q, *others)
+        return q
+    return jax.jit(layers)
+
+served, refused = three(jax_fa.prefill_attention), three(attend_unserved)
+want = np.asarray(served(q, *others))
+for _ in range(4):
+    try:
+        jax.block_until_ready(refused(q, *others))
+    except jax.errors.JaxRuntimeError as error:
+        assert REFUSAL in str(error), error
+    else:
+        raise AssertionError("the call was served")
+    assert (np.asarray(served(q, *others)) == want).all()
+print("usable")
+"""
+
+
+def test_a_call_that_is_refused_while_it_is_captured_leaves_the_stream_usable(request):
+    assert "usable" in run_script(REFUSED.format(tests=str(request.path.parent)))

@@ -85,6 +85,30 @@ def test_what_is_not_an_array_raises_type_error(which, value):
         prefill_attention(*arguments)
 
 
+@pytest.mark.parametrize("which", range(4))
+def test_shapes_without_data_raise_type_error_with_the_way_out(which):
+    arguments = list(make())
+    x = arguments[which]
+    arguments[which] = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    name = ["q", "k", "v", "positions"][which]
+    with pytest.raises(TypeError, match=rf"^{name} is a jax.ShapeDtypeStruct.*jax\.eval_shape"):
+        prefill_attention(*arguments)
+
+
+def test_nested_lists_are_refused_by_name_wherever_arrays_are_taken():
+    q, k, v, positions = make()
+    new = k[:, :4]
+    calls = {
+        "positions": lambda x: prefill_attention(q, k, v, x),
+        "k_cache": lambda x: jax_fa.update_kv_cache(x, v, new, new, positions),
+        "k": lambda x: jax_fa.update_kv_cache(k, v, x, new, positions),
+        "out_b": lambda x: jax_fa.merge_states(q, q[..., 0], x, q[..., 0]),
+    }
+    for name, call in calls.items():
+        with pytest.raises(TypeError, match=rf"^{name} is a list; .*jnp\.asarray\({name}\)"):
+            call([[0, 1]])
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bool_, jnp.bfloat16])
 def test_positions_that_are_not_integers_raise_type_error(dtype):
     q, k, v, positions = make()

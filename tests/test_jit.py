@@ -48,11 +48,21 @@ def test_kinds_of_scale_give_equal_bits():
     arrays = Case("scales", q_len=4, n_past=12).arrays()
     outs = [
         prefill_attention(*arrays, scale=s)
-        for s in (0.25, np.float64(0.25), np.float32(0.25), np.float16(0.25), np.array(0.25))
+        for s in (
+            0.25,
+            np.float64(0.25),
+            np.float32(0.25),
+            np.float16(0.25),
+            np.array(0.25),
+            jnp.float32(0.25),
+            jnp.asarray(0.25, jnp.bfloat16),
+        )
     ]
     for out in outs[1:]:
         assert_same_bits(outs[0], out)
-    assert_same_bits(prefill_attention(*arrays, scale=1), prefill_attention(*arrays, scale=1.0))
+    one = prefill_attention(*arrays, scale=1.0)
+    for s in (1, np.int64(1), np.uint8(1)):
+        assert_same_bits(one, prefill_attention(*arrays, scale=s))
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16, np.uint32, np.int32])
@@ -60,6 +70,9 @@ def test_every_integer_dtype_of_positions_is_served(dtype):
     q, k, v, _ = Case("integers", q_len=3, kv_len=300).arrays()
     want = prefill_attention(q, k, v, jnp.asarray([[7, 100, 120]], jnp.int32))
     assert_same_bits(want, prefill_attention(q, k, v, jnp.asarray([[7, 100, 120]], dtype)))
+    if np.issubdtype(dtype, np.signedinteger):
+        padding = prefill_attention(q, k, v, jnp.full((1, 3), np.iinfo(dtype).min, dtype))
+        assert_same_bits(padding, jnp.zeros_like(padding))
 
 
 def test_unsigned_positions_beyond_int32_see_the_whole_cache():
@@ -69,10 +82,41 @@ def test_unsigned_positions_beyond_int32_see_the_whole_cache():
     assert_same_bits(want, got)
 
 
-def test_numpy_inputs_are_served():
-    arrays = Case("numpy", q_len=3, kv_len=30).arrays()
+@pytest.mark.parametrize("kv_dtype", ["float16", "bfloat16"])
+def test_numpy_inputs_are_served(kv_dtype):
+    arrays = Case("numpy", q_len=3, kv_len=30, kv_dtype=kv_dtype).arrays()
     as_numpy = [np.asarray(x) for x in arrays]
     assert_same_bits(prefill_attention(*arrays), prefill_attention(*as_numpy))
+
+
+def test_a_float64_numpy_query_is_what_jax_makes_of_it():
+    """float32 without x64; with it, test_x64_mode_changes_nothing has it refused."""
+    q, k, v, positions = Case("float64", q_len=3, kv_len=30).arrays()
+    out = prefill_attention(np.asarray(q, np.float64), k, v, positions)
+    assert_same_bits(out, prefill_attention(q, k, v, positions))
+
+
+def test_weak_types_are_served_and_end_at_the_call():
+    q, k, v, positions = Case("weak", q_len=3, kv_len=30).arrays()
+    strong_q, strong_positions = jnp.full_like(q, 0.5), jnp.full_like(positions, 7)
+    weak_q = jnp.broadcast_to(jnp.asarray(0.5), q.shape)
+    weak_positions = jnp.broadcast_to(jnp.asarray(7), positions.shape)
+    assert weak_q.weak_type and weak_positions.weak_type
+    want = prefill_attention(strong_q, k, v, strong_positions, return_lse=True)
+    got = prefill_attention(weak_q, k, v, weak_positions, return_lse=True)
+    for a, b in zip(got, want, strict=True):
+        assert not a.weak_type
+        assert_same_bits(a, b)
+
+    def layers(q, positions):
+        def layer(x, _):
+            return prefill_attention(x, k, v, positions), None
+
+        return jax.lax.scan(layer, q, None, length=2)[0]
+
+    assert_same_bits(layers(weak_q, weak_positions), layers(strong_q, strong_positions))
+    d_q = jax.grad(lambda q: prefill_attention(q, k, v, weak_positions)[..., 0].sum())(weak_q)
+    assert d_q.dtype == jnp.float32 and np.abs(np.asarray(d_q)).max() > 0
 
 
 def test_unbatched_is_a_batch_of_one():
@@ -89,6 +133,11 @@ def test_eval_shape_and_lowering_need_no_data():
     out, lse = jax.eval_shape(lambda *a: prefill_attention(*a, return_lse=True), *shapes)
     assert out.shape == shapes[0].shape and lse.dtype == jnp.float32
     assert jax.jit(prefill_attention).lower(*shapes).compile() is not None
+    _, k, v, positions = shapes
+    caches = jax.eval_shape(jax_fa.update_kv_cache, k, v, k, v, positions)
+    assert [(x.shape, x.dtype) for x in caches] == [(x.shape, x.dtype) for x in (k, v)]
+    merged = jax.eval_shape(jax_fa.merge_states, out, lse, out, lse)
+    assert [(x.shape, x.dtype) for x in merged] == [(x.shape, x.dtype) for x in (out, lse)]
 
 
 def test_x64_mode_changes_nothing():
@@ -108,6 +157,9 @@ unsigned = jax_fa.prefill_attention(q, k, v, jnp.asarray([[5, 2**63, 2**64 - 1]]
 assert [x.dtype for x in got] == [jnp.float32, jnp.float32], got
 assert all((np.asarray(a) == np.asarray(b)).all() for a, b in zip(want, got))
 assert (np.asarray(unsigned[:, 1]) == np.asarray(want[0][:, 1])).all()
+for scale in (0.125, np.float64(0.125), jnp.float64(0.125)):  # 1 / sqrt(64), the default
+    scaled = jax_fa.prefill_attention(q, k, v, big, scale=scale)
+    assert (np.asarray(scaled) == np.asarray(want[0])).all(), scale
 k2, v2 = jax_fa.update_kv_cache(k, v, q[:, :, :2], q[:, :, 2:], big)
 assert k2.dtype == jnp.float16
 assert (np.asarray(k2[0, 5]) == np.asarray(q[0, 0, :2], np.float16)).all()

@@ -1,27 +1,17 @@
 """Splitting over devices: eight_devices*.py in a process that has them, caches over processes."""
 
-from pathlib import Path
-
 import jax
 import pytest
 from cases import Case
-from scripts import run_script
+from scripts import run_cases, run_script
 
 from jax_fa import native, prefill_attention
 
 EIGHT = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
-CASES = sorted(str(path) for path in Path(__file__).parent.glob("eight_devices*.py"))
-
-RUN_CASES = """
-import sys
-sys.stdout = sys.stderr  # what run_script shows of a failure
-import pytest
-raise SystemExit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *{arguments!r}]))
-"""
 
 
 def test_on_eight_devices():
-    run_script(RUN_CASES.format(arguments=CASES), **EIGHT)
+    run_cases("eight_devices*.py", **EIGHT)
 
 
 @pytest.mark.skipif(
@@ -31,8 +21,7 @@ def test_on_eight_devices():
 def test_on_eight_devices_with_gspmd():
     """XLA's older partitioner, which asks other questions."""
     which = "without_moving or moved_and or positions or divide or beyond_the or set_mesh or wanted"
-    script = RUN_CASES.format(arguments=[*CASES, "-k", which])
-    run_script(script, **EIGHT, JAX_USE_SHARDY_PARTITIONER="0")
+    run_cases("eight_devices*.py", "-k", which, **EIGHT, JAX_USE_SHARDY_PARTITIONER="0")
 
 
 def test_one_device_compiles_the_call_alone():
