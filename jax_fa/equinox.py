@@ -89,8 +89,8 @@ class GroupedQueryAttention(eqx.Module):
           NaN. The cache holds the new rows, or is None as it came.
 
         Raises:
-          TypeError: The block computes in another 16-bit dtype than the cache's, or positions are
-            not integers.
+          TypeError: The block computes in another dtype than float32 and the cache's, or positions
+            are not integers.
           ValueError: Positions without a cache, a cache without positions, or shapes that do not
             fit.
         """

@@ -124,11 +124,11 @@ def attend(
         keys, values = rotated_k.astype(config.cache_dtype), v.astype(config.cache_dtype)
     else:
         keys, values = kv_cache.update_kv_cache(*cache, rotated_k, v, positions)
-    if q.dtype in checks.CACHE_DTYPES and q.dtype != keys.dtype:
+    if q.dtype not in (jnp.float32, keys.dtype):
         raise TypeError(
-            f"the block computes in {q.dtype}, its cache is {keys.dtype}; they must be equal "
-            f"(AttentionConfig(..., cache_dtype=jnp.{q.dtype})), or the block must compute in "
-            "float32."
+            f"the block computes in {q.dtype}, its cache is {keys.dtype}; it must compute in "
+            "float32 or in the cache's dtype (cast x and the weights, or set AttentionConfig's "
+            "cache_dtype)."
         )
     out = api.prefill_attention(
         rotated_q, keys, values, positions, implementation=config.implementation

@@ -289,8 +289,8 @@ class GroupedQueryAttention(nnx.Module):
           Shape of x. Rows of padding are 0, rows at or past the cache's end NaN.
 
         Raises:
-          TypeError: The block computes in another 16-bit dtype than the cache's, or positions are
-            not integers.
+          TypeError: The block computes in another dtype than float32 and the cache's, or positions
+            are not integers.
           ValueError: Positions without a cache, a cache without positions, or shapes that do not
             fit.
         """
