@@ -77,6 +77,14 @@ def check_cache_dtypes(k: jax.Array, v: jax.Array, names: tuple[str, str] = ("k"
         )
 
 
+def as_cache_dtype(dtype: Any) -> jnp.dtype:
+    """``cache_dtype``, a dtype that a cache may have."""
+    known = jnp.dtype(dtype)
+    if known not in CACHE_DTYPES:
+        raise TypeError(f"cache_dtype is {known}; it must be {_names(CACHE_DTYPES)}.")
+    return known
+
+
 def _check_query_dtype(q: jax.Array, k: jax.Array) -> None:
     if q.dtype not in QUERY_DTYPES:
         raise TypeError(
