@@ -66,7 +66,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cells", default="", help="comma-separated names; default: all")
     parser.add_argument("--rounds", type=int, default=7, help="shuffled rounds over all contenders")
-    parser.add_argument("--layers", type=int, default=16, help="calls, or blocks, of a program")
+    parser.add_argument("--layers", type=int, default=32, help="calls, or blocks, of a program")
     parser.add_argument("--json", type=Path, help="also write everything there")
     args = parser.parse_args()
     if jax.device_count() < 2:
