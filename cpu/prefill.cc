@@ -173,8 +173,10 @@ class Worker {
       rows_[row - task.row_begin] = {token * params_.q_heads + head, order_.Visible(token)};
     }
     tile_.row_count = task.row_end - task.row_begin;
+    const int64_t sequence =
+        CacheSequence(params_.layer, params_.layers, params_.layer_batch, task.b);
     const int64_t first =
-        (task.b * params_.kv_len * params_.kv_heads + task.kv_head) * params_.head_dim;
+        (sequence * params_.kv_len * params_.kv_heads + task.kv_head) * params_.head_dim;
     tile_.k = static_cast<const uint16_t*>(params_.k) + first;
     tile_.v = static_cast<const uint16_t*>(params_.v) + first;
     kernel_.run(tile_, scratch_.get());

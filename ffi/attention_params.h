@@ -38,6 +38,7 @@ struct AttentionProblem {
   int64_t q_heads = 0;  // a multiple of kv_heads
   int64_t kv_heads = 0;
   int64_t head_dim = 0;
+  int64_t layers = 1;                // stacked in k and v; one of them is read
   DType q_dtype = DType::kFloat32;   // also the dtype of out
   DType kv_dtype = DType::kFloat16;  // float16 or bfloat16; equals q_dtype when that is 16-bit
   float scale = 1.0f;                // finite, any sign; scores = scale * q.k
@@ -51,11 +52,17 @@ struct AttentionProblem {
 // A problem and its arrays, all contiguous and row-major. Row (b, t, h) of `q` starts at
 // ((b * q_len + t) * q_heads + h) * head_dim; products of extents may pass 2^31, so offsets are
 // int64_t. Bases are aligned to the element only: XLA may pass a slice of a larger buffer.
+//
+// k and v may be stacks of layers, so that a scan over layers need not cut one out. They are then
+// [batch / layer_batch, layers, layer_batch, kv_len, kv_heads, head_dim], and `layer`, which lies
+// where they do, says which layer to read. CacheSequence finds a sequence in them.
 struct AttentionParams : AttentionProblem {
   const void* q = nullptr;             // [batch, q_len, q_heads, head_dim]   q_dtype
   const void* k = nullptr;             // [batch, kv_len, kv_heads, head_dim] kv_dtype
   const void* v = nullptr;             // [batch, kv_len, kv_heads, head_dim] kv_dtype
   const int32_t* positions = nullptr;  // [batch, q_len]
+  const int32_t* layer = nullptr;      // one value, any; null: k and v are no stacks
+  int64_t layer_batch = 0;             // read only where layer is not null
   void* out = nullptr;                 // [batch, q_len, q_heads, head_dim]   q_dtype
   float* lse = nullptr;                // [batch, q_len, q_heads], natural log; null: not wanted
 };
@@ -67,6 +74,20 @@ __host__ __device__
 #endif
     constexpr int32_t VisibleSlots(int32_t position, int32_t kv_len) {
   return position < 0 ? 0 : (position < kv_len ? position + 1 : kv_len);
+}
+
+// Which sequence of k and v, counted over all that are stacked there, sequence `b` of q reads. A
+// layer outside the stack is the nearest one in it: memory safety cannot rest on data. Where
+// `layer` lies on a device, only that device calls this.
+template <typename Int>
+#ifdef __CUDACC__
+__host__ __device__
+#endif
+    constexpr Int CacheSequence(const int32_t* layer, Int layers, Int layer_batch, Int b) {
+  if (layer == nullptr) return b;
+  const Int wanted = *layer;
+  const Int chosen = wanted < 0 ? 0 : (wanted < layers ? wanted : layers - 1);
+  return b + (b / layer_batch * (layers - 1) + chosen) * layer_batch;
 }
 
 }  // namespace jax_fa

@@ -61,14 +61,9 @@ cpu::ParallelFor OnPool(ffi::ThreadPool pool, int num_threads) {
   };
 }
 
-ffi::Error Run(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer positions,
-               ffi::Result<ffi::AnyBuffer> out, std::optional<ffi::Result<ffi::AnyBuffer>> lse,
-               CallAttributes attributes, ffi::ThreadPool pool) {
+ffi::Error Serve(const CallBuffers& buffers, CallAttributes attributes, ffi::ThreadPool pool) {
   AttentionParams params;
-  if (ffi::Error error = Decode(Collect(q, k, v, positions, out, lse), attributes, &params);
-      error.failure()) {
-    return error;
-  }
+  if (ffi::Error error = Decode(buffers, attributes, &params); error.failure()) return error;
   const std::string wanted(attributes.implementation);
   if (!wanted.empty() && wanted != "cpu") {
     return ffi::Error::InvalidArgument("jax_fa.prefill_attention: implementation='" + wanted +
@@ -90,8 +85,25 @@ ffi::Error Run(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuf
   return ffi::Error::Success();
 }
 
+ffi::Error Run(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer positions,
+               ffi::Result<ffi::AnyBuffer> out, std::optional<ffi::Result<ffi::AnyBuffer>> lse,
+               CallAttributes attributes, ffi::ThreadPool pool) {
+  return Serve({q, k, v, positions, std::nullopt, *out, IfWanted(lse)}, attributes, pool);
+}
+
+ffi::Error RunStacked(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                      ffi::AnyBuffer positions, ffi::AnyBuffer layer,
+                      ffi::Result<ffi::AnyBuffer> out,
+                      std::optional<ffi::Result<ffi::AnyBuffer>> lse, CallAttributes attributes,
+                      ffi::ThreadPool pool) {
+  return Serve({q, k, v, positions, layer, *out, IfWanted(lse)}, attributes, pool);
+}
+
 }  // namespace
 }  // namespace jax_fa
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFaPrefillAttentionCpu, jax_fa::Run,
                               jax_fa::BindOperands().Ctx<xla::ffi::ThreadPool>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFaStackedPrefillAttentionCpu, jax_fa::RunStacked,
+                              jax_fa::BindStackedOperands().Ctx<xla::ffi::ThreadPool>());

@@ -11,16 +11,29 @@ namespace {
 
 namespace ffi = ::xla::ffi;
 
-ffi::Error Refuse(ffi::AnyBuffer, ffi::AnyBuffer, ffi::AnyBuffer, ffi::AnyBuffer,
-                  ffi::Result<ffi::AnyBuffer>, std::optional<ffi::Result<ffi::AnyBuffer>>,
-                  CallAttributes) {
+ffi::Error Refusal() {
   return ffi::Error::InvalidArgument(
       "jax_fa.prefill_attention: jax_fa was built without CUDA kernels; reinstall it with "
       "JAX_FA_CUDA=wheels in the environment, or "
       "place the call on a CPU.");
 }
 
+ffi::Error Refuse(ffi::AnyBuffer, ffi::AnyBuffer, ffi::AnyBuffer, ffi::AnyBuffer,
+                  ffi::Result<ffi::AnyBuffer>, std::optional<ffi::Result<ffi::AnyBuffer>>,
+                  CallAttributes) {
+  return Refusal();
+}
+
+ffi::Error RefuseStacked(ffi::AnyBuffer, ffi::AnyBuffer, ffi::AnyBuffer, ffi::AnyBuffer,
+                         ffi::AnyBuffer, ffi::Result<ffi::AnyBuffer>,
+                         std::optional<ffi::Result<ffi::AnyBuffer>>, CallAttributes) {
+  return Refusal();
+}
+
 }  // namespace
 }  // namespace jax_fa
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFaPrefillAttentionCuda, jax_fa::Refuse, jax_fa::BindOperands());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFaStackedPrefillAttentionCuda, jax_fa::RefuseStacked,
+                              jax_fa::BindStackedOperands());

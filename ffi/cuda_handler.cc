@@ -54,14 +54,9 @@ ffi::ErrorOr<const cuda::Kernel*> Choose(const AttentionParams& params, const st
   return kernel;
 }
 
-ffi::Error Run(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer positions,
-               ffi::Result<ffi::AnyBuffer> out, std::optional<ffi::Result<ffi::AnyBuffer>> lse,
-               CallAttributes attributes, cudaStream_t stream) {
+ffi::Error Serve(const CallBuffers& buffers, CallAttributes attributes, cudaStream_t stream) {
   AttentionParams params;
-  if (ffi::Error error = Decode(Collect(q, k, v, positions, out, lse), attributes, &params);
-      error.failure()) {
-    return error;
-  }
+  if (ffi::Error error = Decode(buffers, attributes, &params); error.failure()) return error;
   cuda::ComputeCapability cc = 0;
   if (cudaError_t error = cuda::CurrentComputeCapability(&cc); error != cudaSuccess) {
     return CudaError("reading the device's compute capability", error);
@@ -75,9 +70,28 @@ ffi::Error Run(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuf
   return ffi::Error::Success();
 }
 
+ffi::Error Run(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer positions,
+               ffi::Result<ffi::AnyBuffer> out, std::optional<ffi::Result<ffi::AnyBuffer>> lse,
+               CallAttributes attributes, cudaStream_t stream) {
+  return Serve({q, k, v, positions, std::nullopt, *out, IfWanted(lse)}, attributes, stream);
+}
+
+ffi::Error RunStacked(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                      ffi::AnyBuffer positions, ffi::AnyBuffer layer,
+                      ffi::Result<ffi::AnyBuffer> out,
+                      std::optional<ffi::Result<ffi::AnyBuffer>> lse, CallAttributes attributes,
+                      cudaStream_t stream) {
+  return Serve({q, k, v, positions, layer, *out, IfWanted(lse)}, attributes, stream);
+}
+
 }  // namespace
 }  // namespace jax_fa
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFaPrefillAttentionCuda, jax_fa::Run,
                               jax_fa::BindOperands().Ctx<xla::ffi::PlatformStream<cudaStream_t>>(),
                               {xla::ffi::Traits::kCmdBufferCompatible});
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    JaxFaStackedPrefillAttentionCuda, jax_fa::RunStacked,
+    jax_fa::BindStackedOperands().Ctx<xla::ffi::PlatformStream<cudaStream_t>>(),
+    {xla::ffi::Traits::kCmdBufferCompatible});

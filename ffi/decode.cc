@@ -71,10 +71,33 @@ ffi::Error CheckDTypes(const CallBuffers& b, AttentionParams* params) {
                    "; a 16-bit q must have the cache's dtype.");
   }
   if (b.positions.element_type() != ffi::DataType::S32) return Invalid("positions must be int32.");
+  if (b.layer && b.layer->element_type() != ffi::DataType::S32) {
+    return Invalid("layer must be int32.");
+  }
   if (b.out.element_type() != b.q.element_type()) return Invalid("out and q differ in dtype.");
   if (b.lse && b.lse->element_type() != ffi::DataType::F32) return Invalid("lse must be float32.");
   params->q_dtype = *q_dtype;
   params->kv_dtype = *kv_dtype;
+  return ffi::Error::Success();
+}
+
+// The layer, and the first three axes of k and v, which are stacks of layers.
+ffi::Error CheckStack(const CallBuffers& b, AttentionParams* params) {
+  const Dims k = b.k.dimensions();
+  if (b.layer->element_count() != 1) {
+    return Invalid("layer has shape ", ToString(b.layer->dimensions()), "; it must be one number.");
+  }
+  if (k.size() != 6 || k[1] < 1) {
+    return Invalid("k has shape ", ToString(k),
+                   "; with a layer it must be [stacks, layers, batch, S, Hk, D] with at least one "
+                   "layer.");
+  }
+  if (k[0] * k[2] != params->batch) {
+    return Invalid("k has ", k[0], " stacks of ", k[2], " sequences, q has shape ",
+                   ToString(b.q.dimensions()), "; its batch must be their product.");
+  }
+  params->layers = k[1];
+  params->layer_batch = k[2];
   return ffi::Error::Success();
 }
 
@@ -88,7 +111,8 @@ ffi::Error CheckShapes(const CallBuffers& b, AttentionParams* params) {
   if (!Equal(k, v)) {
     return Invalid("k has shape ", ToString(k), ", v has ", ToString(v), "; they must be equal.");
   }
-  if (!SameBatch(q, 3, k, 3) || !SameBatch(q, 3, positions, 1)) {
+  const bool same_batch = b.layer || SameBatch(q, 3, k, 3);
+  if (!same_batch || !SameBatch(q, 3, positions, 1)) {
     return Invalid("q ", ToString(q), ", k ", ToString(k), " and positions ", ToString(positions),
                    " differ in their batch axes.");
   }
@@ -100,6 +124,9 @@ ffi::Error CheckShapes(const CallBuffers& b, AttentionParams* params) {
   params->kv_heads = k_tail[1];
   params->batch = 1;
   for (size_t i = 0; i + 3 < q.size(); ++i) params->batch *= q[i];
+  if (b.layer) {
+    if (ffi::Error error = CheckStack(b, params); error.failure()) return error;
+  }
   if (k_tail[2] != params->head_dim || params->head_dim < 1) {
     return Invalid("q has head_dim ", params->head_dim, ", k has ", k_tail[2],
                    "; they must be equal and at least 1.");
@@ -144,6 +171,8 @@ ffi::Error Decode(const CallBuffers& buffers, const CallAttributes& attributes,
   params->k = buffers.k.untyped_data();
   params->v = buffers.v.untyped_data();
   params->positions = static_cast<const int32_t*>(buffers.positions.untyped_data());
+  params->layer =
+      buffers.layer ? static_cast<const int32_t*>(buffers.layer->untyped_data()) : nullptr;
   params->out = buffers.out.untyped_data();
   params->lse = buffers.lse ? static_cast<float*>(buffers.lse->untyped_data()) : nullptr;
   return ffi::Error::Success();

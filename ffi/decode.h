@@ -19,13 +19,16 @@ struct CallAttributes {
   std::string_view implementation;  // a kernel's name; empty: the best one that serves
 };
 
-// The operands and results of the custom call. Axes before [q_len, heads, head_dim] are batch axes,
+// The operands and results of a custom call. Axes before [q_len, heads, head_dim] are batch axes,
 // any number of them, equal in all operands; they are collapsed into AttentionParams::batch.
 struct CallBuffers {
-  xla::ffi::AnyBuffer q;                   // [batch..., q_len, q_heads, head_dim]
-  xla::ffi::AnyBuffer k;                   // [batch..., kv_len, kv_heads, head_dim]
-  xla::ffi::AnyBuffer v;                   // [batch..., kv_len, kv_heads, head_dim]
-  xla::ffi::AnyBuffer positions;           // [batch..., q_len] int32
+  xla::ffi::AnyBuffer q;          // [batch..., q_len, q_heads, head_dim]
+  xla::ffi::AnyBuffer k;          // [batch..., kv_len, kv_heads, head_dim]
+  xla::ffi::AnyBuffer v;          // [batch..., kv_len, kv_heads, head_dim]
+  xla::ffi::AnyBuffer positions;  // [batch..., q_len] int32
+  // Of the call with stacked caches alone: int32, one element. k and v then have exactly the axes
+  // [stacks, layers, layer_batch, kv_len, kv_heads, head_dim], and batch is stacks * layer_batch.
+  std::optional<xla::ffi::AnyBuffer> layer;
   xla::ffi::AnyBuffer out;                 // like q
   std::optional<xla::ffi::AnyBuffer> lse;  // [batch..., q_len, q_heads] float32
 };
@@ -37,7 +40,7 @@ xla::ffi::Error Decode(const CallBuffers& buffers, const CallAttributes& attribu
 // True when there is nothing to compute: an output without elements.
 bool IsEmpty(const AttentionProblem& problem);
 
-// The binding every platform's handler shares, less the platform's context argument.
+// The bindings that the platforms' handlers share, less the platform's context argument.
 inline auto BindOperands() {
   return xla::ffi::Ffi::Bind()
       .Arg<xla::ffi::AnyBuffer>()          // q
@@ -49,12 +52,23 @@ inline auto BindOperands() {
       .Attrs<CallAttributes>();
 }
 
-inline CallBuffers Collect(xla::ffi::AnyBuffer q, xla::ffi::AnyBuffer k, xla::ffi::AnyBuffer v,
-                           xla::ffi::AnyBuffer positions, xla::ffi::Result<xla::ffi::AnyBuffer> out,
-                           std::optional<xla::ffi::Result<xla::ffi::AnyBuffer>> lse) {
-  CallBuffers buffers{q, k, v, positions, *out, std::nullopt};
-  if (lse.has_value()) buffers.lse = **lse;
-  return buffers;
+inline auto BindStackedOperands() {
+  return xla::ffi::Ffi::Bind()
+      .Arg<xla::ffi::AnyBuffer>()          // q
+      .Arg<xla::ffi::AnyBuffer>()          // k
+      .Arg<xla::ffi::AnyBuffer>()          // v
+      .Arg<xla::ffi::AnyBuffer>()          // positions
+      .Arg<xla::ffi::AnyBuffer>()          // layer
+      .Ret<xla::ffi::AnyBuffer>()          // out
+      .OptionalRet<xla::ffi::AnyBuffer>()  // lse
+      .Attrs<CallAttributes>();
+}
+
+// lse as CallBuffers holds it.
+inline std::optional<xla::ffi::AnyBuffer> IfWanted(
+    std::optional<xla::ffi::Result<xla::ffi::AnyBuffer>> result) {
+  if (!result.has_value()) return std::nullopt;
+  return **result;
 }
 
 }  // namespace jax_fa

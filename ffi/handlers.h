@@ -1,4 +1,5 @@
-// The FFI handlers, one a platform, as XLA's C ABI sees them. ffi/module.cc hands them to Python.
+// The FFI handlers, two a platform (the second for stacked caches), as XLA's C ABI sees them.
+// ffi/module.cc hands them to Python.
 
 #ifndef JAX_FA_FFI_HANDLERS_H_
 #define JAX_FA_FFI_HANDLERS_H_
@@ -8,9 +9,11 @@
 extern "C" {
 
 XLA_FFI_Error* JaxFaPrefillAttentionCpu(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* JaxFaStackedPrefillAttentionCpu(XLA_FFI_CallFrame* call_frame);
 
-// In a build without CUDA this one answers with an error that says so.
+// In a build without CUDA these answer with an error that says so.
 XLA_FFI_Error* JaxFaPrefillAttentionCuda(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* JaxFaStackedPrefillAttentionCuda(XLA_FFI_CallFrame* call_frame);
 
 }  // extern "C"
 

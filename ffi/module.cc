@@ -18,10 +18,17 @@ namespace nb = nanobind;
 namespace jax_fa {
 namespace {
 
+nb::capsule Handler(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) {
+  return nb::capsule(reinterpret_cast<void*>(handler));
+}
+
+// Platform to (handler, handler of stacked caches).
 nb::dict Registrations() {
   nb::dict handlers;
-  handlers["cpu"] = nb::capsule(reinterpret_cast<void*>(JaxFaPrefillAttentionCpu));
-  handlers["CUDA"] = nb::capsule(reinterpret_cast<void*>(JaxFaPrefillAttentionCuda));
+  handlers["cpu"] =
+      nb::make_tuple(Handler(JaxFaPrefillAttentionCpu), Handler(JaxFaStackedPrefillAttentionCpu));
+  handlers["CUDA"] =
+      nb::make_tuple(Handler(JaxFaPrefillAttentionCuda), Handler(JaxFaStackedPrefillAttentionCuda));
   return handlers;
 }
 
@@ -65,6 +72,7 @@ void BindProblem(nb::module_& m) {
       .def_rw("q_heads", &AttentionProblem::q_heads)
       .def_rw("kv_heads", &AttentionProblem::kv_heads)
       .def_rw("head_dim", &AttentionProblem::head_dim)
+      .def_rw("layers", &AttentionProblem::layers)
       .def_rw("q_dtype", &AttentionProblem::q_dtype)
       .def_rw("kv_dtype", &AttentionProblem::kv_dtype)
       .def_rw("scale", &AttentionProblem::scale)

@@ -12,6 +12,7 @@ class AttentionProblem:
     q_heads: int
     kv_heads: int
     head_dim: int
+    layers: int
     q_dtype: DType
     kv_dtype: DType
     scale: float
@@ -22,7 +23,7 @@ max_kv_len: int
 ffi_api_version: tuple[int, int]
 cuda_architectures: str | None
 
-def registrations() -> dict[str, object]: ...
+def registrations() -> dict[str, tuple[object, object]]: ...
 def kernel_names(platform: str) -> list[str]: ...
 def refusal(kernel: str, problem: AttentionProblem, compute_capability: int) -> str: ...
 def cpu_isa() -> str: ...

@@ -17,6 +17,7 @@ def prefill_attention(
     v: jax.typing.ArrayLike,
     positions: jax.typing.ArrayLike,
     *,
+    layer: jax.typing.ArrayLike | None = None,
     scale: float | None = None,
     return_lse: Literal[False] = False,
     chunk_invariant: bool = True,
@@ -31,6 +32,7 @@ def prefill_attention(
     v: jax.typing.ArrayLike,
     positions: jax.typing.ArrayLike,
     *,
+    layer: jax.typing.ArrayLike | None = None,
     scale: float | None = None,
     return_lse: Literal[True],
     chunk_invariant: bool = True,
@@ -44,6 +46,7 @@ def prefill_attention(
     v: Any,
     positions: Any,
     *,
+    layer: Any = None,
     scale: float | None = None,
     return_lse: bool = False,
     chunk_invariant: bool = True,
@@ -62,6 +65,11 @@ def prefill_attention(
       v: Values, shape and dtype of k.
       positions: ``[B, T]`` or ``[T]``, integers: the slot of each query row in its sequence.
         Negative means padding. Any order, with repeats and gaps; growing is the fast case.
+      layer: With it, k and v are caches stacked over layers, ``[L, B, S, Hk, D]`` or
+        ``[L, S, Hk, D]``, and this is the index of the one to attend to: an integer scalar, and
+        like positions it may be data, such as the counter of a ``lax.scan`` over layers. Nothing
+        is cut out of the stack or copied. A number outside ``0 .. L - 1`` is an error; data are
+        clamped to it, as by ``lax.dynamic_slice``.
       scale: Factor on q·k, a finite Python number; by default ``1 / sqrt(D)``.
       return_lse: Whether to return the log-sum-exp too.
       chunk_invariant: If True, a row's bits depend on that row and its cache alone, not on T, B,
@@ -82,13 +90,20 @@ def prefill_attention(
     Source: online softmax by tiles, as in FlashAttention (Dao et al., 2022, section 3.1); grouped
     queries, Ainslie et al., 2023.
     """
-    call = checks.check_call(q, k, v, positions, scale=scale, chunk_invariant=chunk_invariant)
+    call = checks.check_call(
+        q, k, v, positions, layer=layer, scale=scale, chunk_invariant=chunk_invariant
+    )
     return_lse = checks.as_flag("return_lse", return_lse)
     wanted = dispatch.check_implementation(implementation)
     if wanted:
         dispatch.check_can_serve(call, wanted, (q, k, v, positions))
-    config = transforms.Config(float(call.scale), call.chunk_invariant, wanted, return_lse)
-    results = _attend(config, call.q, call.k, call.v, call.positions)
+    config = transforms.Config(
+        scale=float(call.scale),
+        chunk_invariant=call.chunk_invariant,
+        implementation=wanted,
+        return_lse=return_lse,
+    )
+    results = _attend(config, *call.operands)
     if call.unbatched:
         results = [result[0] for result in results]
     return (results[0], results[1]) if return_lse else results[0]

@@ -31,12 +31,19 @@ class Call:
     """
 
     q: jax.Array  # [B, T, Hq, D]
-    k: jax.Array  # [B, S, Hk, D]
-    v: jax.Array  # [B, S, Hk, D]
+    k: jax.Array  # [B, S, Hk, D], or [L, B, S, Hk, D] with a layer
+    v: jax.Array  # like k
     positions: jax.Array  # [B, T] int32
+    layer: jax.Array | None  # [] int32
     scale: np.float32
     chunk_invariant: bool
     unbatched: bool
+
+    @property
+    def operands(self) -> tuple[jax.Array, ...]:
+        """q, k, v and positions, and the layer if there is one."""
+        operands = (self.q, self.k, self.v, self.positions)
+        return operands if self.layer is None else (*operands, self.layer)
 
 
 def as_array(name: str, value: Any) -> jax.Array:
@@ -122,20 +129,30 @@ def _clip_to_int32(positions: Any, xp: ModuleType) -> Any:
     return positions.astype(np.int32)
 
 
-def _shape(array: jax.Array) -> str:
+def _shape(array: Any) -> str:
     return "[" + ", ".join(str(extent) for extent in array.shape) + "]"
 
 
-def check_cache_shapes(k: jax.Array, v: jax.Array, names: tuple[str, str] = ("k", "v")) -> None:
-    """k and v have one shape, [B, S, Hk, D] or [S, Hk, D], that int32 positions can address."""
-    if k.ndim not in (3, 4):
+def check_cache_shapes(
+    k: jax.Array, v: jax.Array, names: tuple[str, str] = ("k", "v"), stacked: bool = False
+) -> None:
+    """k and v have one shape, [B, S, Hk, D] or [S, Hk, D], that int32 positions can address.
+
+    ``stacked``: with a further axis L, of at least one layer, before these.
+    """
+    if k.ndim - stacked not in (3, 4):
+        rule = "[L, B, S, Hk, D], or [L, S, Hk, D]" if stacked else "[B, S, Hk, D], or [S, Hk, D]"
+        where = " with layer=" if stacked else ""
+        stack = " A cache stacked over layers needs layer=." if k.ndim == 5 else ""
         raise ValueError(
-            f"{names[0]} has shape {_shape(k)}; it must be [B, S, Hk, D], or [S, Hk, D] unbatched."
+            f"{names[0]} has shape {_shape(k)}; it must be {rule} unbatched{where}.{stack}"
         )
     if k.shape != v.shape:
         raise ValueError(
             f"{names[0]} has shape {_shape(k)}, {names[1]} has {_shape(v)}; they must be equal."
         )
+    if stacked and isinstance(k.shape[0], int) and k.shape[0] < 1:
+        raise ValueError(f"{names[0]} has shape {_shape(k)}: no layer; there must be at least 1.")
     slots, heads, head_dim = k.shape[-3:]
     if isinstance(heads, int) and isinstance(head_dim, int) and (heads < 1 or head_dim < 1):
         raise ValueError(
@@ -151,19 +168,41 @@ def check_cache_shapes(k: jax.Array, v: jax.Array, names: tuple[str, str] = ("k"
         )
 
 
-def _check_query_shape(q: jax.Array, k: jax.Array) -> None:
+def as_layer(layer: Any, layers: Any) -> jax.Array:
+    """The index of a layer, of ``layers`` that are stacked, as an int32 scalar.
+
+    A number is checked here. What is data cannot be; who reads it clamps it.
+    """
+    if isinstance(layer, bool | np.bool_) or not (
+        isinstance(layer, int | np.integer | np.ndarray | jax.Array)
+    ):
+        raise TypeError(f"layer is {layer!r}; it must be an integer, or an integer array of one.")
+    is_number = not isinstance(layer, jax.Array)
+    if np.ndim(layer) != 0:
+        raise ValueError(f"layer has shape {_shape(layer)}; it must be one number, of shape [].")
+    if is_number and np.issubdtype(np.asarray(layer).dtype, np.integer):
+        if int(layer) < 0 or (isinstance(layers, int) and int(layer) >= layers):
+            raise ValueError(
+                f"layer is {int(layer)}, and {layers} layers are stacked; it must be 0 .. "
+                f"{layers - 1}."
+            )
+        layer = np.asarray(layer)
+    return as_positions(layer, "layer")
+
+
+def _check_query_shape(q: jax.Array, k: jax.Array, stacked: bool) -> None:
     if q.ndim not in (3, 4):
         raise ValueError(
             f"q has shape {_shape(q)}; it must be [B, T, Hq, D], or [T, Hq, D] unbatched."
         )
-    if q.ndim != k.ndim:
+    if q.ndim != k.ndim - stacked:
         raise ValueError(
             f"q has shape {_shape(q)} and k {_shape(k)}; either all operands have a batch axis or "
             "none has."
         )
-    if q.ndim == 4 and q.shape[0] != k.shape[0]:
+    if q.ndim == 4 and q.shape[0] != k.shape[-4]:
         raise ValueError(
-            f"q has batch {q.shape[0]}, k has {k.shape[0]}; they must be equal (nothing is "
+            f"q has batch {q.shape[0]}, k has {k.shape[-4]}; they must be equal (nothing is "
             "broadcast; use jax.vmap to share a cache)."
         )
     if q.shape[-1] != k.shape[-1]:
@@ -224,42 +263,53 @@ def as_flag(name: str, value: Any) -> bool:
 
 
 def check_call(
-    q: Any, k: Any, v: Any, positions: Any, *, scale: Any = None, chunk_invariant: Any = True
+    q: Any,
+    k: Any,
+    v: Any,
+    positions: Any,
+    *,
+    layer: Any = None,
+    scale: Any = None,
+    chunk_invariant: Any = True,
 ) -> Call:
     """Applies every rule of the contract that can be applied without data."""
     q, k, v = as_array("q", q), as_array("k", k), as_array("v", v)
     positions = as_positions(positions)
     check_cache_dtypes(k, v)
     _check_query_dtype(q, k)
-    check_cache_shapes(k, v)
-    _check_query_shape(q, k)
+    stacked = layer is not None
+    check_cache_shapes(k, v, stacked=stacked)
+    _check_query_shape(q, k, stacked)
     check_positions_shape(positions, q)
     unbatched = q.ndim == 3
     if unbatched:
-        q, k, v, positions = q[None], k[None], v[None], positions[None]
+        q, positions = q[None], positions[None]
+        k, v = (jnp.expand_dims(x, int(stacked)) for x in (k, v))
     return Call(
         q=q,
         k=k,
         v=v,
         positions=positions,
+        layer=as_layer(layer, k.shape[0]) if stacked else None,
         scale=as_scale(scale, q.shape[-1]),
         chunk_invariant=as_flag("chunk_invariant", chunk_invariant),
         unbatched=unbatched,
     )
 
 
-def check_new_rows(k: jax.Array, v: jax.Array, k_cache: jax.Array) -> None:
+def check_new_rows(k: jax.Array, v: jax.Array, k_cache: jax.Array, stacked: bool = False) -> None:
     """New rows k and v, [B, T, Hk, D] or [T, Hk, D], fit the cache they are written to."""
     for name, array in (("k", k), ("v", v)):
         if not jnp.issubdtype(array.dtype, jnp.floating):
             raise TypeError(f"{name} has dtype {array.dtype}; it must be a floating dtype.")
     if k.shape != v.shape:
         raise ValueError(f"k has shape {_shape(k)}, v has {_shape(v)}; they must be equal.")
-    batch, heads_and_dim = k_cache.shape[:-3], k_cache.shape[-2:]
-    if k.ndim != k_cache.ndim or k.shape[:-3] != batch or k.shape[-2:] != heads_and_dim:
+    of_layer = k_cache.shape[stacked:]
+    if k.shape[:-3] != of_layer[:-3] or k.shape[-2:] != of_layer[-2:] or k.ndim != len(of_layer):
+        less = " less its layers" if stacked else ""
         raise ValueError(
-            f"k has shape {_shape(k)}, k_cache has {_shape(k_cache)}; they may differ only in the "
-            "number of tokens and slots (the third axis from the end)."
+            f"k has shape {_shape(k)}, k_cache has {_shape(k_cache)}; they may differ{less} only "
+            "in the number of tokens and slots (the third axis from the end)."
         )
 
 

@@ -84,8 +84,10 @@ def _problem(call: checks.Call) -> Any:
     # A symbolic extent stands for any; no kernel's choice depends on how long these are.
     extents = [extent if isinstance(extent, int) else 1 for extent in call.q.shape]
     problem.batch, problem.q_len, problem.q_heads, problem.head_dim = extents
-    problem.kv_len = call.k.shape[1] if isinstance(call.k.shape[1], int) else 1
-    problem.kv_heads = call.k.shape[2]
+    problem.kv_len = call.k.shape[-3] if isinstance(call.k.shape[-3], int) else 1
+    problem.kv_heads = call.k.shape[-2]
+    if call.layer is not None and isinstance(call.k.shape[0], int):
+        problem.layers = call.k.shape[0]
     problem.q_dtype = getattr(table.DType, str(call.q.dtype))
     problem.kv_dtype = getattr(table.DType, str(call.k.dtype))
     problem.scale = float(call.scale)
@@ -172,6 +174,7 @@ def explain(
     v: Any,
     positions: Any,
     *,
+    layer: Any = None,
     scale: float | None = None,
     return_lse: bool = False,
     chunk_invariant: bool = True,
@@ -188,6 +191,7 @@ def explain(
       k: See q.
       v: See q.
       positions: See q.
+      layer: See q; an integer or an array, any layer of the stack.
       scale: See q.
       return_lse: See q; every kernel can return it.
       chunk_invariant: See q.
@@ -202,7 +206,8 @@ def explain(
       TypeError, ValueError: What ``prefill_attention`` would raise for the same arguments.
     """
     checks.as_flag("return_lse", return_lse)
-    call = _check_shapes(q, k, v, positions, scale=scale, chunk_invariant=chunk_invariant)
+    options = {"layer": layer, "scale": scale, "chunk_invariant": chunk_invariant}
+    call = _check_shapes(q, k, v, positions, **options)
     wanted = check_implementation(implementation)
     if device is None:
         device = next(iter(_devices_of((q, k, v, positions))), None)

@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jax_fa import checks
+from jax_fa import checks, stacks
 
 
 def update_kv_cache(
-    k_cache: Any, v_cache: Any, k: Any, v: Any, positions: Any
+    k_cache: Any, v_cache: Any, k: Any, v: Any, positions: Any, *, layer: Any = None
 ) -> tuple[jax.Array, jax.Array]:
     """The cache with the new rows of k and v at their positions.
 
     Under ``jit`` with both caches donated, it writes in place and copies nothing (on CPUs, a
     bfloat16 cache needs jax 0.11 or newer for that). With T > 1 it takes an int32 ``[B, S]``, to
     find slots that are named twice. Caches stacked over layers belong in the *carry* of a
-    ``lax.scan`` (``k_caches[i]`` in, ``.at[i].set`` out): one layer is copied at a time then;
-    scanned over as ``xs``, all of them are. On several devices it takes ``jit`` with automatic axes
-    and ``shard_map``; under explicit axes, wrap it in ``jax.sharding.auto_axes``.
+    ``lax.scan``, whole, with ``layer`` telling which one to write to; then nothing is copied
+    either. (Scanned over as ``xs``, all layers are.) On several devices it takes ``jit`` with
+    automatic axes and ``shard_map``; under explicit axes, wrap it in ``jax.sharding.auto_axes``.
 
     Args:
-      k_cache: ``[B, S, Hk, D]`` or ``[S, Hk, D]``; float16 or bfloat16.
+      k_cache: ``[B, S, Hk, D]`` or ``[S, Hk, D]``; float16 or bfloat16. With ``layer``,
+        ``[L, B, S, Hk, D]`` or ``[L, S, Hk, D]``.
       v_cache: Shape and dtype of k_cache.
       k: New keys, ``[B, T, Hk, D]`` or ``[T, Hk, D]``; any floating dtype, rounded to the cache's.
       v: New values, shape of k.
       positions: ``[B, T]`` or ``[T]``, integers: the slot of each row. A row whose position is
         negative or at least S is dropped. Where several rows of a sequence name one slot, the last
         of them (the highest t) is kept.
+      layer: The layer of a stacked cache to write to, as for :func:`jax_fa.prefill_attention`.
 
     Returns:
       ``(k_cache, v_cache)`` with those rows replaced, all other slots bit for bit as they were.
@@ -43,46 +46,72 @@ def update_kv_cache(
     positions = checks.as_positions(positions)
     names = ("k_cache", "v_cache")
     checks.check_cache_dtypes(k_cache, v_cache, names)
-    checks.check_cache_shapes(k_cache, v_cache, names)
-    checks.check_new_rows(k, v, k_cache)
+    stacked = layer is not None
+    checks.check_cache_shapes(k_cache, v_cache, names, stacked)
+    checks.check_new_rows(k, v, k_cache, stacked)
     checks.check_positions_shape(positions, k, "k")
+    at: tuple[jax.Array, ...] = ()
+    if stacked:
+        layers = k_cache.shape[0]
+        at = (stacks.clamped(checks.as_layer(layer, layers), layers),)
     if k.ndim == 3:
-        caches = (k_cache[None], v_cache[None])
-        k_new, v_new = _scatter_rows(caches, (k[None], v[None]), positions[None])
-        return k_new[0], v_new[0]
-    return _scatter_rows((k_cache, v_cache), (k, v), positions)
+        caches = (jnp.expand_dims(k_cache, len(at)), jnp.expand_dims(v_cache, len(at)))
+        k_new, v_new = _scatter_rows(caches, (k[None], v[None]), positions[None], at)
+        return jnp.squeeze(k_new, len(at)), jnp.squeeze(v_new, len(at))
+    return _scatter_rows((k_cache, v_cache), (k, v), positions, at)
 
 
 def _scatter_rows(
-    caches: tuple[jax.Array, jax.Array], rows: tuple[jax.Array, jax.Array], positions: jax.Array
+    caches: tuple[jax.Array, jax.Array],
+    rows: tuple[jax.Array, jax.Array],
+    positions: jax.Array,
+    at: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, jax.Array]:
-    """Writes rows [B, T, Hk, D] into caches [B, S, Hk, D] at positions [B, T]."""
-    batch, slots = caches[0].shape[:2]
+    """Writes rows [B, T, Hk, D] into caches [B, S, Hk, D] at positions [B, T].
+
+    With the index of a layer in ``at``, into that layer of caches [L, B, S, Hk, D].
+    """
+    slots = caches[0].shape[-3]
     if slots == 0:
         return caches
-    b = jnp.arange(batch, dtype=jnp.int32)[:, None]
-    slot = _slots_to_write(positions, slots)
+    slot = jax.vmap(functools.partial(_slots_to_write, slots=slots))(positions)
+    indices = jnp.stack([*(jnp.broadcast_to(i, slot.shape) for i in at), slot], axis=-1)
+    batch_axis = len(at)
+    indexed = (*range(batch_axis), batch_axis + 1)  # the layer, if any, and the slot
+    # The batch by name, not by an index: XLA then sees that devices which split it need no others.
+    dimensions = jax.lax.ScatterDimensionNumbers(
+        update_window_dims=(2, 3),
+        inserted_window_dims=indexed,
+        scatter_dims_to_operand_dims=indexed,
+        operand_batching_dims=(batch_axis,),
+        scatter_indices_batching_dims=(0,),
+    )
 
     def write(cache: jax.Array, new: jax.Array) -> jax.Array:
-        return cache.at[b, slot].set(new.astype(cache.dtype), mode="drop", unique_indices=True)
+        return jax.lax.scatter(
+            cache,
+            indices,
+            new.astype(cache.dtype),
+            dimensions,
+            unique_indices=True,
+            mode=jax.lax.GatherScatterMode.FILL_OR_DROP,
+        )
 
     return write(caches[0], rows[0]), write(caches[1], rows[1])
 
 
 def _slots_to_write(positions: jax.Array, slots: int) -> jax.Array:
-    """The slot of each row, or one past the cache (S + t, all different) if it must be dropped.
+    """The slot of each row [T], or one past the cache (S + t, all different) if it must be dropped.
 
     A scatter with repeated indices has no defined winner on a GPU, so the winner is settled first,
-    by a maximum, which has one: ``last[b, s]`` is the highest row that names slot s.
+    by a maximum, which has one: ``last[s]`` is the highest row that names slot s.
     """
-    batch, tokens = positions.shape
-    b = jnp.arange(batch, dtype=jnp.int32)[:, None]
-    t = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), positions.shape)
+    t = jnp.arange(positions.shape[0], dtype=jnp.int32)
     outside = (positions < 0) | (positions >= slots)
     dropped = slots + t
     slot = jnp.where(outside, dropped, positions)
-    if tokens == 1:
+    if positions.shape[0] == 1:
         return slot
-    last = jnp.full((batch, slots), -1, jnp.int32).at[b, slot].max(t, mode="drop")
-    wins = last.at[b, slot].get(mode="fill", fill_value=-1) == t
+    last = jnp.full(slots, -1, jnp.int32).at[slot].max(t, mode="drop")
+    wins = last.at[slot].get(mode="fill", fill_value=-1) == t
     return jnp.where(wins, slot, dropped)

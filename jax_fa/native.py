@@ -13,6 +13,7 @@ import jax
 # The name under which XLA finds the handlers, in compiled and in exported programs. The number is
 # the version of the operands and attributes: a change to either needs a new name.
 PREFILL_TARGET = "jax_fa_prefill_attention_v1"
+STACKED_PREFILL_TARGET = "jax_fa_stacked_prefill_attention_v1"
 
 
 def _runtime_ffi_version() -> tuple[int, int]:
@@ -57,6 +58,8 @@ def load() -> ModuleType:
             "uncompiled package hides the installed one)."
         ) from error
     check_ffi_version(_native.ffi_api_version, _runtime_ffi_version())
-    for platform, handler in _native.registrations().items():
-        jax.ffi.register_ffi_target(PREFILL_TARGET, handler, platform=platform)
+    targets = (PREFILL_TARGET, STACKED_PREFILL_TARGET)
+    for platform, handlers in _native.registrations().items():
+        for target, handler in zip(targets, handlers, strict=True):
+            jax.ffi.register_ffi_target(target, handler, platform=platform)
     return _native

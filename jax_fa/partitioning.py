@@ -15,33 +15,33 @@ import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_fa.split import Axes, Call, Split, plan
+from jax_fa.split import Axes, Call, Layout, Split, plan
 
 
-def partitioned(call: Call, q_heads: int, kv_heads: int, results: int, key: Sequence[Any]) -> Call:
+def partitioned(call: Call, layout: Layout, results: int, key: Sequence[Any]) -> Call:
     """``call`` with the rules for arrays that ``jit`` splits over devices by itself.
 
     Where there is one device, or in a ``shard_map``, JAX lowers this to ``call`` and nothing else.
 
     Args:
-      call: Its function of q, k, v and positions; Hq and Hk as told.
-      q_heads: Hq.
-      kv_heads: Hk.
+      call: Its function of q, k, v and positions, and of a layer where there are some.
+      layout: Of its operands.
       results: 1 or 2.
       key: Scalars that tell calls apart. They are operands that nothing reads: the program that
         XLA partitions names no function, so to JAX's compilation cache, calls of two scales
         would be one program.
     """
-    group = q_heads // kv_heads
+    read = 4 if layout.layer_axis is None else 5
 
     def ignoring_key(*operands: Any) -> list[jax.Array]:
-        return list(call(*operands[:4]))
+        return list(call(*operands[:read]))
 
     def split(mesh: Any, operands: Any, outputs: Any) -> tuple[Split, Any]:
         mesh = _fine_mesh(mesh, [*operands, *outputs])
         q, k, *out = (_axes_of(x, mesh) for x in [*operands[:2], *outputs[:1]])
-        wishes = [(x[0], x[1], x[2]) for x in (q, *out)] + [(k[0], (), k[2])]
-        return plan(q_heads, kv_heads, mesh.shape, wishes), mesh
+        batch, _, of_kv_heads, _ = layout.without_layers(k)
+        wishes = [(x[0], x[1], x[2]) for x in (q, *out)] + [(batch, (), of_kv_heads)]
+        return plan(layout, mesh.shape, wishes), mesh
 
     def shardings(mesh: Any, specs: Sequence[PartitionSpec]) -> list[NamedSharding]:
         return [NamedSharding(mesh, spec) for spec in specs]
@@ -52,10 +52,10 @@ def partitioned(call: Call, q_heads: int, kv_heads: int, results: int, key: Sequ
 
     def partition(mesh: Any, operands: Any, outputs: Any) -> tuple[Any, ...]:
         chosen, mesh = split(mesh, operands, outputs)
-        local = chosen.local(call, group)
+        local = chosen.local(call)
 
         def lower(*shards: Any) -> list[jax.Array]:
-            return list(local(*shards[:4]))
+            return list(local(*shards[:read]))
 
         unread = [PartitionSpec()] * len(key)
         return (
@@ -70,24 +70,29 @@ def partitioned(call: Call, q_heads: int, kv_heads: int, results: int, key: Sequ
         partition,
         infer_sharding_from_operands=infer,  # GSPMD asks this
         decode_shardings=False,  # JAX's own decoding fails where an axis is split further
-        sharding_rule=lambda *_: _rule(kv_heads, group, results, len(key)),  # Shardy asks this
+        sharding_rule=lambda *_: _rule(layout, results, len(key)),  # Shardy asks this
     )
     return lambda *operands: call_with_rules(*operands, *key)
 
 
-def _rule(kv_heads: int, group: int, results: int, unread: int) -> tuple[str, dict[str, Any]]:
+def _rule(layout: Layout, results: int, unread: int) -> tuple[str, dict[str, Any]]:
     """Which dimensions are split alike, as Shardy wants it told.
 
     Positions (p, u) follow, but have no say: they are small, q is not. A factor of size 1 may not
     be part of a dimension.
     """
+    kv_heads, group = layout.kv_heads, layout.group
     heads, kv = ("(g r)", "g") if kv_heads > 1 and group > 1 else ("h", "h")
     if kv_heads == 1 and group > 1:
         kv = "g"
-    operands = [f"b t {heads} d", f"b s {kv} d", f"b s {kv} d", "p u", *[""] * unread]
+    cache = " ".join(layout.with_layers(["b", "s", kv, "d"], "l"))
+    scalars = unread if layout.layer_axis is None else unread + 1
+    operands = [f"b t {heads} d", cache, cache, "p u", *[""] * scalars]
     rule = ", ".join(operands) + " -> " + ", ".join([f"b t {heads} d", f"b t {heads}"][:results])
     sizes = {"r": group} if heads == "(g r)" else {}
-    return rule, {"need_replication_factors": ("d", "s"), **sizes}
+    # In the order in which the rule names them, as Shardy wants it.
+    whole = ("d", "s") if layout.layer_axis is None else ("d", "l", "s")
+    return rule, {"need_replication_factors": whole, **sizes}
 
 
 def _prime_factors(number: int) -> list[int]:
@@ -138,7 +143,7 @@ def _axes_of(x: Any, mesh: jax.sharding.Mesh) -> tuple[Axes, ...]:
 
 
 def over_explicit_axes(
-    call: Call, operands: Sequence[jax.Array], results: int
+    call: Call, layout: Layout, operands: Sequence[jax.Array], results: int
 ) -> Sequence[jax.Array]:
     """``call``, each device on its shards, where the arrays' types say how they are split."""
     kinds = [jax.typeof(x).sharding for x in operands]
@@ -150,14 +155,14 @@ def over_explicit_axes(
         return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
     q, k = ([axes(entry) for entry in kind.spec] for kind in kinds[:2])
-    q_heads, kv_heads = operands[0].shape[2], operands[1].shape[2]
-    wishes = [(q[0], q[1], q[2]), (k[0], (), k[2])]
-    split = plan(q_heads, kv_heads, mesh.shape, wishes)
+    batch, _, of_kv_heads, _ = layout.without_layers(k)
+    wishes = [(q[0], q[1], q[2]), (batch, (), of_kv_heads)]
+    split = plan(layout, mesh.shape, wishes)
     specs = split.operands()
     moved = [jax.reshard(x, NamedSharding(mesh, s)) for x, s in zip(operands, specs, strict=True)]
     # Over all axes of the mesh but those that vmap has taken.
     return jax.shard_map(
-        split.local(call, q_heads // kv_heads),
+        split.local(call),
         mesh=mesh,
         in_specs=tuple(specs),
         out_specs=split.results()[:results],

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fa import checks
+from jax_fa import checks, stacks
 
 
 @overload
@@ -21,6 +21,7 @@ def prefill_attention(
     v: Any,
     positions: Any,
     *,
+    layer: Any = None,
     scale: float | None = None,
     return_lse: Literal[False] = False,
     chunk_invariant: bool = True,
@@ -34,6 +35,7 @@ def prefill_attention(
     v: Any,
     positions: Any,
     *,
+    layer: Any = None,
     scale: float | None = None,
     return_lse: Literal[True],
     chunk_invariant: bool = True,
@@ -46,6 +48,7 @@ def prefill_attention(
     v: Any,
     positions: Any,
     *,
+    layer: Any = None,
     scale: float | None = None,
     return_lse: bool = False,
     chunk_invariant: bool = True,
@@ -55,11 +58,16 @@ def prefill_attention(
     scores = scale * q·k, masked by position, softmax, times V; K and V as they are stored, all in
     float32, the result rounded once to q's dtype. ``chunk_invariant`` changes nothing here.
     """
-    call = checks.check_call(q, k, v, positions, scale=scale, chunk_invariant=chunk_invariant)
+    call = checks.check_call(
+        q, k, v, positions, layer=layer, scale=scale, chunk_invariant=chunk_invariant
+    )
+    k, v = call.k, call.v
+    if call.layer is not None:
+        k, v = (stacks.layer_of(x, call.layer) for x in (k, v))
     # Not vmap: it would turn the choice in _weighted_values into computing both sides.
     out, lse = jax.lax.map(
         lambda sequence: _attend(*sequence, scale=call.scale),
-        (call.q, call.k, call.v, call.positions),
+        (call.q, k, v, call.positions),
     )
     if call.unbatched:
         out, lse = out[0], lse[0]

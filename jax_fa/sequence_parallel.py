@@ -22,6 +22,7 @@ def sequence_parallel_prefill_attention(
     positions: Any,
     *,
     axis_name: str | tuple[str, ...],
+    layer: Any = None,
     scale: float | None = None,
     return_lse: bool = False,
     chunk_invariant: bool = True,
@@ -47,10 +48,12 @@ def sequence_parallel_prefill_attention(
       v: Shape and dtype of k.
       positions: ``[B, T]`` or ``[T]``, integers: slots of the whole cache. The same on all devices.
       axis_name: The axis of the mesh that S is split over, or several, the major one first.
-      scale: As for :func:`jax_fa.prefill_attention`, and so are the following.
-      return_lse: See scale.
-      chunk_invariant: See scale.
-      implementation: See scale.
+      layer: As for :func:`jax_fa.prefill_attention`, and so are the following; k and v are then
+        stacks, ``[L, B, S/n, Hk, D]`` or ``[L, S/n, Hk, D]``.
+      scale: See layer.
+      return_lse: See layer.
+      chunk_invariant: See layer.
+      implementation: See layer.
 
     Returns:
       ``out``, or ``(out, lse)``, of the whole cache: the same on all devices of the axis.
@@ -63,13 +66,15 @@ def sequence_parallel_prefill_attention(
     Source: FlashAttention (Dao et al., 2022), section 3.1, for the merging; Flash-Decoding (Dao et
     al., 2023) for splitting S.
     """
-    call = checks.check_call(q, k, v, positions, scale=scale, chunk_invariant=chunk_invariant)
+    call = checks.check_call(
+        q, k, v, positions, layer=layer, scale=scale, chunk_invariant=chunk_invariant
+    )
     return_lse = checks.as_flag("return_lse", return_lse)
     shards, index = _place_on(axis_name)
     varying_is_checked = bool(jax.typeof(index).mat.varying)
     if varying_is_checked:
         _check_split(call, axis_name)
-    slots = call.k.shape[1]
+    slots = call.k.shape[-3]
     most = native.load().max_kv_len
     if shards * slots > most:
         raise ValueError(
@@ -84,6 +89,7 @@ def sequence_parallel_prefill_attention(
         call.k,
         call.v,
         here,
+        layer=call.layer,
         scale=float(call.scale),
         return_lse=True,
         chunk_invariant=call.chunk_invariant,

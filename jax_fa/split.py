@@ -1,7 +1,7 @@
 """Which mesh axes one call is split by: rows and heads go their own ways, no row needs another's.
 
-Batch, tokens and heads can be split; S and head_dim cannot (for S, see sequence_parallel.py). What
-asks for such a plan, and how it is carried out, is in partitioning.py.
+Batch, tokens and heads can be split; S and head_dim cannot (for S, see sequence_parallel.py), and
+layers stay stacked. What asks for such a plan, and how it is carried out, is in partitioning.py.
 """
 
 from __future__ import annotations
@@ -14,8 +14,38 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from jax_fa import stacks
+
 Axes = tuple[str, ...]
-Call = Callable[..., Sequence[jax.Array]]  # (q, k, v, positions) to [out] or [out, lse]
+Call = Callable[..., Sequence[jax.Array]]  # (q, k, v, positions[, layer]) to [out] or [out, lse]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What of a call's operands the ways to split it depend on.
+
+    ``layer_axis`` is where k and v are stacked over layers, 0 or 1, and None where they are not.
+    """
+
+    q_heads: int
+    kv_heads: int
+    layer_axis: int | None
+
+    @property
+    def group(self) -> int:
+        """Query heads that read one kv head."""
+        return self.q_heads // self.kv_heads
+
+    def with_layers(self, of_one: Sequence[Any], of_layers: Any) -> list[Any]:
+        """What is told of k's axes B, S, Hk and D, and of its layers where there are some."""
+        told = list(of_one)
+        if self.layer_axis is not None:
+            told.insert(self.layer_axis, of_layers)
+        return told
+
+    def without_layers(self, told: Sequence[Any]) -> list[Any]:
+        """What is told of k's axes B, S, Hk and D alone."""
+        return [x for axis, x in enumerate(told) if axis != self.layer_axis]
 
 
 @dataclass(frozen=True)
@@ -26,47 +56,55 @@ class Split:
     of ``heads`` share kv heads, and each of them takes the one that its query heads read.
     """
 
+    layout: Layout
     batch: Axes
     tokens: Axes
     heads: Axes
     kv_heads: Axes
 
     def operands(self) -> list[PartitionSpec]:
-        """Of q, k, v and positions."""
-        cache = PartitionSpec(self.batch, None, self.kv_heads, None)
-        return [self.results()[0], cache, cache, PartitionSpec(self.batch, self.tokens)]
+        """Of q, k, v and positions, and of the layer."""
+        of_one = (self.batch, None, self.kv_heads, None)
+        cache = PartitionSpec(*self.layout.with_layers(of_one, None))
+        specs = [self.results()[0], cache, cache, PartitionSpec(self.batch, self.tokens)]
+        return specs if self.layout.layer_axis is None else [*specs, PartitionSpec()]
 
     def results(self) -> list[PartitionSpec]:
         """Of out and lse."""
         rows = (self.batch, self.tokens, self.heads)
         return [PartitionSpec(*rows, None), PartitionSpec(*rows)]
 
-    def local(self, call: Call, group: int) -> Call:
-        """``call`` as one device does it, on its shards; ``group`` is Hq // Hk."""
+    def local(self, call: Call) -> Call:
+        """``call`` as one device does it, on its shards."""
         sharing = self.heads[len(self.kv_heads) :]
 
-        def on_shards(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array) -> Any:
-            if sharing and k.shape[2] > 1:
-                head = jax.lax.axis_index(sharing) * q.shape[2] // group
-                k, v = (jax.lax.dynamic_slice_in_dim(x, head, 1, axis=2) for x in (k, v))
-            return call(q, k, v, positions)
+        def on_shards(q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> Any:
+            if not sharing or k.shape[-2] == 1:
+                return call(q, k, v, *rest)
+            head = jax.lax.axis_index(sharing) * q.shape[2] // self.layout.group
+            if self.layout.layer_axis is not None:
+                # Else one head of all layers would be cut out.
+                k, v = (stacks.layer_of(x, rest[1], self.layout.layer_axis) for x in (k, v))
+                rest = rest[:1]
+            k, v = (jax.lax.dynamic_slice_in_dim(x, head, 1, axis=2) for x in (k, v))
+            return call(q, k, v, *rest)
 
         return on_shards
 
 
 def plan(
-    q_heads: int, kv_heads: int, sizes: Mapping[str, int], wishes: Sequence[tuple[Axes, Axes, Axes]]
+    layout: Layout, sizes: Mapping[str, int], wishes: Sequence[tuple[Axes, Axes, Axes]]
 ) -> Split:
     """The split that follows the first wish that can be had, dimension by dimension.
 
     Rows may be padded to fit the devices: what pads them is rows too, and changes no other.
 
     Args:
-      q_heads: Hq.
-      kv_heads: Hk.
+      layout: Of the call.
       sizes: Of the mesh axes.
       wishes: (batch, tokens, heads): how an array that takes part is split already.
     """
+    q_heads, kv_heads = layout.q_heads, layout.kv_heads
 
     def size(axes: Axes) -> int:
         return math.prod(sizes[axis] for axis in axes)
@@ -91,4 +129,4 @@ def plan(
             taken = {axis for other in chosen for axis in other}
             if not chosen[dim] and taken.isdisjoint(axes):
                 chosen[dim] = longest(axes, heads_fit) if dim == 2 else axes
-    return Split(chosen[0], chosen[1], chosen[2], of_kv(chosen[2]))
+    return Split(layout, chosen[0], chosen[1], chosen[2], of_kv(chosen[2]))

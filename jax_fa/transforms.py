@@ -11,14 +11,15 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.metadata import version
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_fa import backward, native, partitioning
+from jax_fa import backward, native, partitioning, split, stacks
 
 
 @dataclass(frozen=True)
@@ -33,20 +34,29 @@ class Config:
     chunk_invariant: bool
     implementation: str  # a kernel's name; "" for the best one
     return_lse: bool
+    # Where k and v are stacked over layers, with a fifth operand that tells which to read: before
+    # the batch, as callers have them, or behind it, as vmap over caches makes them.
+    layer_axis: int = 0
 
     def with_lse(self) -> Config:
         """The same call, returning lse too; every kernel gives out the same bits then."""
-        return Config(self.scale, self.chunk_invariant, self.implementation, True)
+        return replace(self, return_lse=True)
 
 
 def _custom_call(config: Config, *operands: jax.Array) -> Sequence[jax.Array]:
-    """[out] or [out, lse]; the one place that knows the handler's operands and attributes."""
+    """[out] or [out, lse]; the one place that knows the handlers' operands and attributes."""
     native.load()
+    target = native.PREFILL_TARGET
     q = operands[0]
+    if len(operands) == 5:
+        target = native.STACKED_PREFILL_TARGET
+        # [stacks, layers, batch of a stack, S, Hk, D]: [1, L, B, ...] or [B, L, 1, ...]
+        k, v = (jnp.expand_dims(x, 2 * config.layer_axis) for x in operands[1:3])
+        operands = (q, k, v, *operands[3:])
     results = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
     if config.return_lse:
         results.append(jax.ShapeDtypeStruct(q.shape[:-1], jnp.float32))
-    values = jax.ffi.ffi_call(native.PREFILL_TARGET, results)(
+    values = jax.ffi.ffi_call(target, results)(
         *operands,
         scale=np.float32(config.scale),
         chunk_invariant=config.chunk_invariant,
@@ -55,13 +65,20 @@ def _custom_call(config: Config, *operands: jax.Array) -> Sequence[jax.Array]:
     return partitioning.alike_in_shard_map([*values, q])[:-1]
 
 
+def _layout(config: Config, operands: Sequence[jax.Array]) -> split.Layout:
+    return split.Layout(
+        q_heads=operands[0].shape[2],
+        kv_heads=operands[1].shape[-2],
+        layer_axis=config.layer_axis if len(operands) == 5 else None,
+    )
+
+
 @functools.cache
-def _partitioned_call(config: Config, q_heads: int, kv_heads: int) -> Callable[..., Any]:
-    in_words = f"{native.PREFILL_TARGET} {config}"
+def _partitioned_call(config: Config, layout: split.Layout) -> Callable[..., Any]:
+    in_words = f"{native.PREFILL_TARGET} {config} {version('jax-fa')}"
     return partitioning.partitioned(
         functools.partial(_custom_call, config),
-        q_heads,
-        kv_heads,
+        layout,
         results=2 if config.return_lse else 1,
         key=(np.float32(config.scale), np.uint32(zlib.crc32(in_words.encode()))),
     )
@@ -75,17 +92,51 @@ def _mappable_call(config: Config) -> Callable[..., list[jax.Array]]:
     def call(*operands: jax.Array) -> list[jax.Array]:
         if partitioning.in_shard_map():
             return list(_custom_call(config, *operands))
-        partitioned = _partitioned_call(config, operands[0].shape[2], operands[1].shape[2])
-        return list(partitioned(*operands))
+        return list(_partitioned_call(config, _layout(config, operands))(*operands))
 
     @call.def_vmap
-    def rule(size: int, mapped: list[bool], *operands: jax.Array) -> tuple[Any, list[bool]]:
+    def rule(size: int, mapped: list[bool], *operands: Any) -> tuple[Any, list[bool]]:
+        if len(operands) == 5 and not _folds(config, mapped, operands):
+            mapped, operands = _choose_layer(config, mapped, operands)
         cache_is_shared = not (mapped[1] or mapped[2])
-        fold = _fold_into_tokens if cache_is_shared else _fold_into_batch
-        results = fold(call, size, mapped, operands)
+        if cache_is_shared:
+            results = _fold_into_tokens(call, size, mapped, operands)
+        elif len(operands) == 5:
+            behind_batch = _mappable_call(replace(config, layer_axis=1))
+            results = _fold_into_batch(behind_batch, size, mapped, operands)
+        else:
+            results = _fold_into_batch(call, size, mapped, operands)
         return results, [True] * len(results)
 
     return call
+
+
+def _folds(config: Config, mapped: list[bool], operands: Sequence[jax.Array]) -> bool:
+    """Whether a mapped axis joins another without moving the stacks of layers.
+
+    Mapped stacks are [V, B, L, ...] already, or [V, L, B, ...], where B must be 1.
+    """
+    if mapped[4]:
+        return False
+    return not (mapped[1] or mapped[2]) or config.layer_axis == 1 or operands[0].shape[-4] == 1
+
+
+def _choose_layer(
+    config: Config, mapped: list[bool], operands: Sequence[jax.Array]
+) -> tuple[list[bool], tuple[jax.Array, ...]]:
+    """The operands without a layer, k and v being that layer's: a copy of it."""
+    q, k, v, positions, layer = operands
+    choose = functools.partial(stacks.layer_of, axis=config.layer_axis)
+
+    def chosen(stack: jax.Array, is_mapped: bool) -> jax.Array:
+        if not is_mapped and not mapped[4]:
+            return choose(stack, layer)
+        axes = (0 if is_mapped else None, 0 if mapped[4] else None)
+        return jax.vmap(choose, axes)(stack, layer)
+
+    caches = (chosen(k, mapped[1]), chosen(v, mapped[2]))
+    of_caches = [is_mapped or mapped[4] for is_mapped in mapped[1:3]]
+    return [mapped[0], *of_caches, mapped[3]], (q, *caches, positions)
 
 
 def _broadcast(size: int, is_mapped: bool, x: jax.Array) -> jax.Array:
@@ -96,7 +147,7 @@ def _fold_into_tokens(
     call: Callable[..., list[jax.Array]], size: int, mapped: list[bool], operands: Any
 ) -> list[jax.Array]:
     """All elements read one cache: [V, B, T, ...] becomes [B, V * T, ...]; no copy of k and v."""
-    q, k, v, positions = operands
+    q, k, v, positions, *layer = operands
     q, positions = _broadcast(size, mapped[0], q), _broadcast(size, mapped[3], positions)
     _, batch, tokens = positions.shape
 
@@ -106,18 +157,27 @@ def _fold_into_tokens(
     def from_tokens(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x.reshape(batch, size, tokens, *x.shape[2:]), 1, 0)
 
-    return [from_tokens(x) for x in call(to_tokens(q), k, v, to_tokens(positions))]
+    return [from_tokens(x) for x in call(to_tokens(q), k, v, to_tokens(positions), *layer)]
 
 
 def _fold_into_batch(
     call: Callable[..., list[jax.Array]], size: int, mapped: list[bool], operands: Any
 ) -> list[jax.Array]:
-    """Each element has a cache of its own: [V, B, ...] becomes [V * B, ...]."""
-    stacked = [
-        _broadcast(size, is_mapped, x) for is_mapped, x in zip(mapped, operands, strict=True)
-    ]
-    batch = stacked[0].shape[1]
-    results = call(*(x.reshape(size * batch, *x.shape[2:]) for x in stacked))
+    """Each element has a cache of its own: [V, B, ...] becomes [V * B, ...].
+
+    Stacks of layers become [V * B, L, ...].
+    """
+    batch = operands[0].shape[0 if not mapped[0] else 1]
+    layer = operands[4:]
+
+    def fold(x: jax.Array, is_mapped: bool) -> jax.Array:
+        x = _broadcast(size, is_mapped, x)
+        if x.ndim == 6 and batch == 1:  # [V, L, 1, ...] or [V, 1, L, ...]
+            return x.reshape(size, x.shape[1] * x.shape[2], *x.shape[3:])
+        return x.reshape(size * batch, *x.shape[2:])
+
+    folded = [fold(x, is_mapped) for is_mapped, x in zip(mapped[:4], operands, strict=False)]
+    results = call(*folded, *layer)
     return [x.reshape(size, batch, *x.shape[1:]) for x in results]
 
 
@@ -128,7 +188,8 @@ def attend(config: Config, *operands: jax.Array) -> list[jax.Array]:
         return _differentiable_call(config, *partitioning.alike_in_shard_map(operands))
 
     results = 2 if config.return_lse else 1
-    return list(partitioning.over_explicit_axes(call, operands, results))
+    layout = _layout(config, operands)
+    return list(partitioning.over_explicit_axes(call, layout, operands, results))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -144,11 +205,14 @@ def _attend_forward(config: Config, *operands: jax.Array) -> tuple[list[jax.Arra
 
 
 def _attend_backward(config: Config, residuals: Any, cotangents: list[jax.Array]) -> Any:
-    operands, lse = residuals
+    (q, k, v, positions, *layer), lse = residuals
     d_out = cotangents[0]
     d_lse = cotangents[1] if config.return_lse else jnp.zeros_like(lse)
-    d_q, d_k, d_v = backward.gradients(operands, lse, d_out, d_lse, config.scale)
-    return d_q, d_k, d_v, None  # integer positions have no gradient
+    of_layer = [stacks.layer_of(x, *layer) for x in (k, v)] if layer else [k, v]
+    d_q, d_k, d_v = backward.gradients((q, *of_layer, positions), lse, d_out, d_lse, config.scale)
+    if layer:
+        d_k, d_v = stacks.with_zeros(d_k, k, *layer), stacks.with_zeros(d_v, v, *layer)
+    return d_q, d_k, d_v, *[None] * (1 + len(layer))  # integers have no gradient
 
 
 _differentiable_call.defvjp(_attend_forward, _attend_backward)

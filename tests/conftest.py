@@ -34,9 +34,8 @@ def attention(kernel):
     """
 
     def call(q, k, v, positions, **options):
-        answer = jax_fa.explain(
-            q, k, v, positions, implementation=kernel, scale=options.get("scale")
-        )
+        asked = {name: options[name] for name in ("scale", "layer") if name in options}
+        answer = jax_fa.explain(q, k, v, positions, implementation=kernel, **asked)
         if answer.kernel is None:
             pytest.skip(f"{kernel} does not serve this call: {answer.refusals[kernel]}")
         if not isinstance(q, jax.core.Tracer):

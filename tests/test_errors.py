@@ -185,7 +185,7 @@ DIRECT = {
 }
 
 
-def call_directly(q, k, v, positions, **attributes):
+def call_directly(q, *operands, target=jax_fa.native.PREFILL_TARGET, **attributes):
     """A direct ffi_call, as from a program that skipped jax_fa's Python."""
     out = jax.ShapeDtypeStruct(q.shape, q.dtype)
     attributes = {
@@ -193,8 +193,8 @@ def call_directly(q, k, v, positions, **attributes):
         "chunk_invariant": True,
         "implementation": "",
     } | attributes
-    call = jax.ffi.ffi_call(jax_fa.native.PREFILL_TARGET, out)
-    return jax.block_until_ready(call(q, k, v, positions, **attributes))
+    call = jax.ffi.ffi_call(target, out)
+    return jax.block_until_ready(call(q, *operands, **attributes))
 
 
 @pytest.mark.parametrize("name", DIRECT)

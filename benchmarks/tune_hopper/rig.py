@@ -17,13 +17,15 @@ class Params(ctypes.Structure):
     _fields_ = [
         *[
             (n, ctypes.c_int64)
-            for n in ["batch", "q_len", "kv_len", "q_heads", "kv_heads", "head_dim"]
+            for n in ["batch", "q_len", "kv_len", "q_heads", "kv_heads", "head_dim", "layers"]
         ],
         ("q_dtype", ctypes.c_int32),
         ("kv_dtype", ctypes.c_int32),
         ("scale", ctypes.c_float),
         ("chunk_invariant", ctypes.c_bool),
-        *[(n, ctypes.c_void_p) for n in ["q", "k", "v", "positions", "out", "lse"]],
+        *[(n, ctypes.c_void_p) for n in ["q", "k", "v", "positions", "layer"]],
+        ("layer_batch", ctypes.c_int64),
+        *[(n, ctypes.c_void_p) for n in ["out", "lse"]],
     ]
 
 
@@ -38,9 +40,9 @@ class Kernel:
         """A function of no arguments that enqueues the call on the default stream."""
         batch, q_len, q_heads, head_dim = q.shape
         params = Params(
-            batch, q_len, k.shape[1], q_heads, k.shape[2], head_dim, DTYPES[q.dtype],
+            batch, q_len, k.shape[1], q_heads, k.shape[2], head_dim, 1, DTYPES[q.dtype],
             DTYPES[k.dtype], scale or 1 / math.sqrt(head_dim), True, q.data_ptr(), k.data_ptr(),
-            v.data_ptr(), positions.data_ptr(), out.data_ptr(),
+            v.data_ptr(), positions.data_ptr(), None, 0, out.data_ptr(),
             lse.data_ptr() if lse is not None else None,
         )  # fmt: skip
 

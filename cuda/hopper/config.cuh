@@ -110,7 +110,7 @@ struct Config : Tuning {
 struct TileInfo {
   int32_t q_start;  // first token
   int32_t q_head;
-  int32_t sequence;
+  int32_t kv_sequence;  // in k and v, counted over their layers
   int32_t kv_tiles;     // at least 1
   int32_t whole_tiles;  // of these, how many every row sees whole; the others are masked
   int32_t kv_end;       // slots that some row sees
@@ -129,6 +129,9 @@ struct alignas(1024) SharedStorage {
   uint64_t kv_full[C::kKvStages];
   uint64_t kv_free[C::kKvStages];
   uint64_t v_raw[C::kKvStages];  // a V tile to be inspected has arrived
+  // The tile's sequence in q and out. Only the epilogue wants it; an eighth word in TileInfo would
+  // change the addresses that the main loop computes.
+  int32_t q_sequence[2];
 };
 
 // The launch's arguments beside its tensor maps.
@@ -155,6 +158,9 @@ struct KernelParams {
   Divisor group;               // query heads of a KV head
   float query_factor;          // a float32 q is multiplied by it before it is rounded
   float score_factor;          // scores * score_factor are logarithms to base 2 of the weights
+  int32_t layers;              // as in AttentionParams, and so are the next two
+  int32_t layer_batch;
+  const int32_t* layer;
 };
 
 struct TensorMaps {

@@ -89,7 +89,7 @@ __device__ __forceinline__ void StoreThroughShared(const Seat<C>& seat, const CU
 #pragma unroll
     for (int panel = 0; panel < C::kPanels; ++panel) {
       const int32_t coordinates[4] = {panel * kSwizzleColumns, tile.q_start + warp_row, tile.q_head,
-                                      tile.sequence};
+                                      seat.QSequence()};
       cptx::cp_async_bulk_tensor(cptx::space_global, cptx::space_shared, &out_map, coordinates,
                                  q_tile + panel * C::kQPanelBytes + warp_row * 128);
     }

@@ -2,6 +2,7 @@
 
 #include "cuda/hopper/hopper.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
 
@@ -51,6 +52,11 @@ std::string HopperRefusal(const AttentionProblem& problem, ComputeCapability cc)
   if (!FitsTensorMap(problem.q_len, problem.q_heads, problem.head_dim) ||
       !FitsTensorMap(problem.kv_len, problem.kv_heads, problem.head_dim)) {
     return "a sequence of q or k takes 2^40 bytes or more, which a tensor map cannot describe";
+  }
+  if (problem.layers > kMaxExtent / std::max<int64_t>(problem.batch, 1)) {
+    return "k holds " + std::to_string(problem.layers) + " layers of " +
+           std::to_string(problem.batch) + " sequences; a tensor map numbers up to " +
+           std::to_string(kMaxExtent);
   }
   if (problem.batch > kMaxExtent || QueryTiles(problem) > kMaxTiles) {
     return "the call has " + std::to_string(QueryTiles(problem)) +

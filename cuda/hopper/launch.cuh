@@ -46,10 +46,10 @@ template <typename C>
 cudaError_t MakeTensorMaps(const AttentionParams& params, TensorMaps* maps) {
   const TensorMapType type = std::is_same_v<typename C::Element, __half> ? TensorMapType::kFloat16
                                                                          : TensorMapType::kBFloat16;
-  const HeadedArray cache = {params.head_dim, std::max<int64_t>(params.kv_len, 1), params.kv_heads,
-                             params.batch};
-  const HeadedArray rows = {params.head_dim, params.q_len, params.q_heads, params.batch};
   const bool empty = params.kv_len == 0;
+  const HeadedArray cache = {params.head_dim, std::max<int64_t>(params.kv_len, 1), params.kv_heads,
+                             empty ? params.batch : params.batch * params.layers};
+  const HeadedArray rows = {params.head_dim, params.q_len, params.q_heads, params.batch};
   cudaError_t error =
       EncodeTensorMap(empty ? params.q : params.k, cache, type, C::kTileKV, &maps->k);
   if (error != cudaSuccess) return error;
@@ -80,6 +80,7 @@ KernelParams MakeKernelParams(const AttentionParams& params, int sm_count, int l
   p.k = params.k;
   p.v = params.v;
   p.positions = params.positions;
+  p.layer = params.layer;
   p.out = params.out;
   p.lse = params.lse;
   p.q_len = static_cast<int32_t>(params.q_len);
@@ -87,6 +88,8 @@ KernelParams MakeKernelParams(const AttentionParams& params, int sm_count, int l
   p.q_heads = static_cast<int32_t>(params.q_heads);
   p.kv_heads = static_cast<int32_t>(params.kv_heads);
   p.head_dim = static_cast<int32_t>(params.head_dim);
+  p.layers = static_cast<int32_t>(params.layers);
+  p.layer_batch = static_cast<int32_t>(params.layer_batch);
   const int64_t heads = params.batch * params.q_heads;
   p.q_tiles = CeilDiv(params.q_len, C::kTileQ);
   p.tiles = static_cast<int32_t>(p.q_tiles * heads);

@@ -48,9 +48,10 @@ __device__ __forceinline__ void LoadKvTile(SharedStorage<C>& shared, RingPlace<C
 // All lanes of the producer warp call it.
 template <typename C>
 __device__ __forceinline__ TileInfo DescribeTile(SharedStorage<C>& shared, uint32_t stage,
-                                                 const KernelParams& params, TileInfo info) {
+                                                 const KernelParams& params, int32_t sequence,
+                                                 TileInfo info) {
   const int lane = threadIdx.x % 32;
-  const int32_t* positions = params.positions + static_cast<int64_t>(info.sequence) * params.q_len;
+  const int32_t* positions = params.positions + static_cast<int64_t>(sequence) * params.q_len;
   int32_t most = 0;
   int32_t least = params.kv_len;
 #pragma unroll
@@ -79,7 +80,8 @@ __device__ __forceinline__ void ProduceTiles(SharedStorage<C>& shared, const Ten
   for (TileOrder<C> order(params.tiles); !order.Done(); order.Next()) {
     const TilePlace place = PlaceOfTile<C>(params, order.Index());
     TileInfo info;
-    info.sequence = place.sequence;
+    info.kv_sequence =
+        CacheSequence(params.layer, params.layers, params.layer_batch, place.sequence);
     info.q_head = place.q_head;
     info.q_start = place.q_start;
     info.poisoned = 0;
@@ -95,26 +97,29 @@ __device__ __forceinline__ void ProduceTiles(SharedStorage<C>& shared, const Ten
 #pragma unroll
       for (int panel = 0; panel < C::kPanels; ++panel) {
         const int32_t coordinates[4] = {panel * kSwizzleColumns, info.q_start, info.q_head,
-                                        info.sequence};
+                                        place.sequence};
         cptx::cp_async_bulk_tensor(cptx::space_cluster, cptx::space_global,
                                    &shared.q[order.QStage()][panel * C::kQPanelBytes], &maps.q,
                                    coordinates, q_full);
       }
     }
     // Slot 0 is visible to every row that sees any, so K0 is wanted before the positions are known.
-    LoadKvTile<C>(shared, ring, maps.k, {0, kv_head, info.sequence}, shared.kv_full);
-    info = DescribeTile<C>(shared, order.InfoStage(), params, info);
-    if (threadIdx.x == 0) shared.tile[order.InfoStage()] = info;
+    LoadKvTile<C>(shared, ring, maps.k, {0, kv_head, info.kv_sequence}, shared.kv_full);
+    info = DescribeTile<C>(shared, order.InfoStage(), params, place.sequence, info);
+    if (threadIdx.x == 0) {
+      shared.tile[order.InfoStage()] = info;
+      shared.q_sequence[order.InfoStage()] = place.sequence;
+    }
     ptx::mbarrier_arrive(q_full);  // each lane for what it wrote
 
     for (int32_t tile = 0; tile < info.kv_tiles; ++tile) {
       const int32_t slot = tile * C::kTileKV;
       if (tile + 1 < info.kv_tiles) {
-        LoadKvTile<C>(shared, ring, maps.k, {slot + C::kTileKV, kv_head, info.sequence},
+        LoadKvTile<C>(shared, ring, maps.k, {slot + C::kTileKV, kv_head, info.kv_sequence},
                       shared.kv_full);
       }
       // A masked tile's V goes to the inspectors, who pass it on.
-      LoadKvTile<C>(shared, ring, maps.v, {slot, kv_head, info.sequence},
+      LoadKvTile<C>(shared, ring, maps.v, {slot, kv_head, info.kv_sequence},
                     tile < info.whole_tiles ? shared.kv_full : shared.v_raw);
     }
   }

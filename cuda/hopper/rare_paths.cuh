@@ -38,10 +38,11 @@ struct Seat {
   }
   // Slots that its rows see: [0] and [8].
   __device__ const int32_t* Visible() const { return &shared.visible[info_stage][Row()]; }
+  __device__ int32_t QSequence() const { return shared.q_sequence[info_stage]; }
   // Row of q, out and lse in device memory of row `row` of the tile.
   __device__ int64_t GlobalRow(int row) const {
     const TileInfo& tile = Tile();
-    return (static_cast<int64_t>(tile.sequence) * params.q_len + tile.q_start + row) *
+    return (static_cast<int64_t>(QSequence()) * params.q_len + tile.q_start + row) *
                params.q_heads +
            tile.q_head;
   }
@@ -49,7 +50,7 @@ struct Seat {
     const TileInfo& tile = Tile();
     const int32_t kv_head = tile.q_head / (params.q_heads / params.kv_heads);
     const int64_t row =
-        (static_cast<int64_t>(tile.sequence) * params.kv_len + slot) * params.kv_heads + kv_head;
+        (static_cast<int64_t>(tile.kv_sequence) * params.kv_len + slot) * params.kv_heads + kv_head;
     return static_cast<const typename C::Element*>(cache) + row * params.head_dim;
   }
 };

@@ -85,8 +85,10 @@ __device__ Row<QT, KvT> LocateRow(const AttentionParams& params, int64_t row) {
   const int64_t q_head = row % params.q_heads;
   const int64_t token = row / params.q_heads;  // b * q_len + t
   const int64_t kv_head = q_head / (params.q_heads / params.kv_heads);
+  const int64_t sequence =
+      CacheSequence(params.layer, params.layers, params.layer_batch, token / params.q_len);
   const int64_t cache_offset =
-      (token / params.q_len * params.kv_len * params.kv_heads + kv_head) * params.head_dim;
+      (sequence * params.kv_len * params.kv_heads + kv_head) * params.head_dim;
   Row<QT, KvT> r;
   r.q = static_cast<const QT*>(params.q) + row * params.head_dim;
   r.out = static_cast<QT*>(params.out) + row * params.head_dim;

@@ -37,7 +37,10 @@ __device__ inline Work LocateWork(const AttentionParams& params) {
   Work work;
   work.first_token = sequence * params.q_len + tile * kTileQ;
   work.first_row = work.first_token * params.q_heads + head;
-  work.cache_offset = (sequence * params.kv_len * params.kv_heads + kv_head) * params.head_dim;
+  const int64_t cache_sequence =
+      CacheSequence(params.layer, params.layers, params.layer_batch, sequence);
+  work.cache_offset =
+      (cache_sequence * params.kv_len * params.kv_heads + kv_head) * params.head_dim;
   const int64_t left = params.q_len - tile * kTileQ;
   work.rows = left < kTileQ ? static_cast<int>(left) : kTileQ;
   return work;

@@ -1,0 +1,23 @@
+"""Caches stacked over layers, where one layer of them is wanted as an array of its own."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def clamped(layer: jax.Array, layers: int) -> jax.Array:
+    """The layer that an index stands for, as the kernels read it: the nearest that there is."""
+    return jnp.clip(layer, 0, layers - 1)
+
+
+def layer_of(stack: jax.Array, layer: jax.Array, axis: int = 0) -> jax.Array:
+    """A copy of one layer of ``stack``, whose layers are along ``axis``."""
+    index = clamped(layer, stack.shape[axis])
+    return jax.lax.dynamic_index_in_dim(stack, index, axis, keepdims=False)
+
+
+def with_zeros(one: jax.Array, stack: jax.Array, layer: jax.Array, axis: int = 0) -> jax.Array:
+    """The transpose of layer_of: a stack like ``stack``, of zeros but for that layer."""
+    index = clamped(layer, stack.shape[axis])
+    return jax.lax.dynamic_update_index_in_dim(jnp.zeros_like(stack), one, index, axis)

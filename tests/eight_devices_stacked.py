@@ -1,0 +1,173 @@
+"""Caches stacked over layers, split over eight devices: nothing moves, and nothing is copied.
+
+Run by test_sharding.py, as eight_devices.py is.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from bounds import assert_same_bits
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from split import (
+    COLLECTIVE,
+    EXPLICIT,
+    WHOLE,
+    XY,
+    Compiled,
+    arrays,
+    grid,
+    mesh,
+    put,
+    same_as_on_one_device,
+)
+from test_stacked import over_layers
+
+from jax_fa import prefill_attention, sequence_parallel_prefill_attention, update_kv_cache
+
+WAYS = {  # mesh axes and sizes, heads, how q and one layer of k and v are split
+    "batch": ({"x": 4, "y": 2}, (8, 4), P("x"), P("x")),
+    "heads": ({"x": 4, "y": 2}, (8, 4), P(None, None, "x"), P(None, None, "x")),
+    "batch_and_heads": ({"x": 4, "y": 2}, (8, 4), P("x", None, "y"), P("x", None, "y")),
+    "tokens": ({"x": 4, "y": 2}, (8, 4), P(None, XY), WHOLE),
+    "mha": ({"x": 8}, (8, 8), P(None, None, "x"), P(None, None, "x")),
+    "mqa": ({"x": 8}, (8, 1), P(None, None, "x"), WHOLE),
+    "fewer_kv_heads_than_devices": ({"x": 8}, (8, 2), P(None, None, "x"), WHOLE),
+    "whole_q_split_batch": ({"x": 4, "y": 2}, (8, 4), WHOLE, P("x")),
+}
+
+
+def stacks(q, k, v, positions):
+    """Three layers, and the second of them as data."""
+    return q, jnp.stack([-k, k, 2 * k]), jnp.stack([v, v, 2 * v]), positions, jnp.int32(1)
+
+
+def attend(q, k, v, positions, layer):
+    return tuple(prefill_attention(q, k, v, positions, layer=layer, return_lse=True))
+
+
+def placed(name, kind):
+    sizes, heads, q, kv = WAYS[name]
+    operands, stack = stacks(*arrays(*heads)), P(None, *kv)
+    return operands, put(operands, mesh(kind, **sizes), (q, stack, stack, P(*q[:2]), WHOLE))
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_stacks_are_split_without_moving_anything(name):
+    operands, split = placed(name, kind=jax.sharding.AxisType.Auto)
+    compiled, (out, _) = same_as_on_one_device(attend, operands, split)
+    assert compiled.moved() == []
+    rows = WAYS[name][2] if WAYS[name][2] != WHOLE else WAYS[name][3]
+    assert out.sharding.is_equivalent_to(NamedSharding(split[0].sharding.mesh, rows), 4)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_stacks_of_explicit_axes(name):
+    operands, split = placed(name, kind=EXPLICIT)
+    compiled, _ = same_as_on_one_device(attend, operands, split)
+    assert compiled.moved() == []
+
+
+def test_stacks_split_by_layers_or_slots_are_moved_and_right():
+    operands = stacks(*arrays(batch=4))
+    operands = (*(jnp.concatenate([x, x[:1]]) if x.ndim == 5 else x for x in operands),)
+    for kv in (P("x"), P(None, None, "y")):
+        split = put(operands, grid(), (WHOLE, kv, kv, WHOLE, WHOLE))
+        compiled, _ = same_as_on_one_device(attend, operands, split)
+        assert compiled.moved()
+
+
+@pytest.mark.parametrize("mapped", [0, 1])
+def test_vmap_over_split_stacks_without_moving_anything(mapped):
+    """Of caches of their own, [V, L, 1, S, Hk, D]; and of queries alone."""
+    q, k, v, positions, layer = stacks(*arrays(8, 2, batch=1))
+    axes = (0, 0 if mapped else None, 0 if mapped else None, None, None)
+    operands = [
+        jnp.stack([x] * 8) if axis == 0 else x
+        for x, axis in zip((q, k, v, positions, layer), axes, strict=True)
+    ]
+    specs = [P(XY) if axis == 0 else WHOLE for axis in axes]
+    split = put(operands, grid(), specs)
+    compiled, _ = same_as_on_one_device(jax.vmap(attend, axes), operands, split)
+    assert compiled.moved() == []
+
+
+def test_gradients_of_split_stacks():
+    operands, split = placed("batch_and_heads", kind=jax.sharding.AxisType.Auto)
+
+    def gradients(q, k, v, positions, layer):
+        def loss(q, k, v):
+            return jnp.sum(jnp.sin(prefill_attention(q, k, v, positions, layer=layer)))
+
+        return jax.grad(loss, (0, 1, 2))(q, k, v)
+
+    compiled = Compiled(gradients, *split)
+    assert compiled.moved() == []
+    for got, want in zip(compiled(*split), gradients(*operands), strict=True):
+        got, want = (np.asarray(x, np.float32) for x in (got, want))
+        np.testing.assert_allclose(got, want, rtol=0, atol=2**-9 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("by", ["batch", "heads"])
+def test_a_scan_over_donated_split_stacks_moves_and_copies_nothing(by):
+    layers, shape, on = 6, (6, 8, 4096, 8, 16), grid()
+    rows = {"batch": P(XY), "heads": P(None, None, XY)}[by]
+    cache = P(None, *rows)
+    x = jax.ShapeDtypeStruct((8, 4, 8, 16), jnp.float32, sharding=NamedSharding(on, rows))
+    k = jax.ShapeDtypeStruct(shape, jnp.float16, sharding=NamedSharding(on, cache))
+    at = jax.ShapeDtypeStruct((8, 4), jnp.int32, sharding=NamedSharding(on, P(*rows[:1])))
+
+    def step(*operands):
+        return over_layers(*operands, kv_heads=8)
+
+    run = jax.jit(step, donate_argnums=(0, 1)).lower(k, k, x, at).compile()
+    analysis = run.memory_analysis()
+    layer_bytes = 2 * np.prod(shape[1:]) // 8 * 2
+    assert analysis.alias_size_in_bytes >= layers * layer_bytes
+    assert analysis.temp_size_in_bytes < layer_bytes / 2
+    assert COLLECTIVE.search(run.as_text()) is None
+
+
+@pytest.mark.parametrize("layer", [None, 1])
+@pytest.mark.parametrize("by", ["batch", "heads"])
+def test_rows_are_written_without_moving_anything(by, layer):
+    rows = {"batch": P("x"), "heads": P(None, None, "x")}[by]
+    _, k, v, positions = arrays(8, 4)
+    new = [jnp.sin(jnp.arange(4.0 * 16 * 4 * 64)).reshape(4, 16, 4, 64) + i for i in range(2)]
+    caches, cache = ((k, v), rows) if layer is None else ((stacks(k, k, v, 0)[1:3]), P(None, *rows))
+    operands = (*caches, *new, positions)
+    split = put(operands, grid(), (cache, cache, rows, rows, P(*rows[:1])))
+
+    def update(*operands):
+        return update_kv_cache(*operands, layer=layer)
+
+    compiled, (new_k, _) = same_as_on_one_device(update, operands, split)
+    assert compiled.moved() == []
+    assert new_k.sharding.is_equivalent_to(split[0].sharding, new_k.ndim)
+
+
+def test_slots_of_stacks_spread_over_devices():
+    operands = stacks(*arrays())
+    local = jax.shard_map(
+        lambda *a: sequence_parallel_prefill_attention(*a[:4], axis_name="x", layer=a[4]),
+        mesh=mesh(x=4),
+        in_specs=(WHOLE, P(None, None, "x"), P(None, None, "x"), WHOLE, WHOLE),
+        out_specs=WHOLE,
+    )
+    got = jax.jit(local)(*operands)
+    want, _ = attend(*operands)
+    np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_stacks_in_shard_map(check_vma):
+    operands = stacks(*arrays())
+    cache = P(None, "x", None, "y")
+    specs = (P("x", None, "y"), cache, cache, P("x"), WHOLE)
+    rows = P("x", None, "y")
+    local = jax.shard_map(
+        attend, mesh=grid(), in_specs=specs, out_specs=(rows, rows), check_vma=check_vma
+    )
+    for got, want in zip(jax.jit(local)(*operands), attend(*operands), strict=True):
+        assert_same_bits(got, want)
