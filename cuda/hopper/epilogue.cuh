@@ -36,7 +36,14 @@ __device__ __forceinline__ void FinishRows(const Seat<C>& seat, const RowState& 
     for (int i = 0; i < C::kOutRegisters / 2; ++i) {
       float& value = out[i / 2 * 4 + 2 * r + i % 2];
       // + 0: a zero that masked slots left negative would tell of the row's neighbours.
-      value = empty ? 0.0f : __fadd_rn(__fmul_rn(value, inverse), 0.0f);
+      value = __fmaf_rn(value, inverse, 0.0f);
+    }
+    if (__any_sync(~0u, empty)) {
+#pragma unroll
+      for (int i = 0; i < C::kOutRegisters / 2; ++i) {
+        float& value = out[i / 2 * 4 + 2 * r + i % 2];
+        value = empty ? 0.0f : value;
+      }
     }
   }
 }
