@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from bounds import assert_same_bits
 from cases import Case
+from jax import export
 from scripts import run_script
 from unserved import REFUSAL, attend_unserved
 
@@ -64,7 +65,7 @@ def test_an_error_is_raised_where_the_result_is_awaited(way, compiled):
 
 
 def test_an_exported_program_that_names_a_kernel_of_another_build_is_refused():
-    export = pytest.importorskip("jax.export")
+    pytest.importorskip("flatbuffers", reason="serialising a program needs flatbuffers")
     arrays = CASE.arrays()
     exported = export.export(jax.jit(attend_unserved), disabled_checks=jax_fa.export_checks())
     again = export.deserialize(exported(*arrays).serialize())

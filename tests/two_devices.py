@@ -41,15 +41,17 @@ def attend_on(device, arrays, kernel, **options):
 
 def builds(kernel):
     """Calls that between them take every build of the kernel: arrays on the host, and options."""
-    sizes = [(48, 4, {}, (64, 128, 256))]
+    sizes = [(48, 0, 4, {}, (64, 128, 256))]
     if kernel == "hopper":  # it has builds for many query tiles, and for long calls that may vary
-        sizes += [(320, 64, {}, (64, 128, 256)), (8192, 1, {"chunk_invariant": False}, (128,))]
+        sizes += [(320, 0, 64, {}, (64, 128, 256))]
+        sizes += [(8192, 8192, 1, {"chunk_invariant": False}, (128,))]
     dtypes = [("float32", "float16"), ("float32", "bfloat16"), ("float16",) * 2, ("bfloat16",) * 2]
-    for (q_len, heads, options, head_dims), (q_dtype, kv_dtype) in product(sizes, dtypes):
+    for (q_len, spare, heads, options, head_dims), (q_dtype, kv_dtype) in product(sizes, dtypes):
         cases = [
             Case(
                 f"build_{q_len}_{head_dim}",
                 q_len=q_len,
+                spare=spare,
                 q_heads=heads,
                 kv_heads=1,
                 head_dim=head_dim,

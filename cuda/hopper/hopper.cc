@@ -18,8 +18,13 @@ constexpr int64_t kMaxHeadDim = 256;
 constexpr int64_t kMaxStrideBytes = int64_t{1} << 40;
 constexpr int64_t kMaxExtent = INT32_MAX - 4096;
 
-// Query tiles of 192 rows on smaller KV tiles pay from this length on.
+// Query tiles of 192 rows on smaller KV tiles pay for many rows over long caches.
 constexpr int64_t kWideQLen = 8192;
+constexpr int64_t kWideKvLen = 16384;
+
+bool PrefersWideTiles(const AttentionProblem& problem) {
+  return !problem.chunk_invariant && problem.q_len >= kWideQLen && problem.kv_len >= kWideKvLen;
+}
 
 // Query tiles are numbered in int32; the margin is for the last round of a grid.
 constexpr int64_t kMaxTiles = int64_t{1} << 30;
@@ -54,11 +59,11 @@ std::string HopperRefusal(const AttentionProblem& problem, ComputeCapability cc)
     return "a sequence of q or k takes 2^40 bytes or more, which a tensor map cannot describe";
   }
   if (problem.layers > kMaxExtent / std::max<int64_t>(problem.batch, 1)) {
-    return "k holds " + std::to_string(problem.layers) + " layers of " +
-           std::to_string(problem.batch) + " sequences; a tensor map numbers up to " +
-           std::to_string(kMaxExtent);
+    return "k holds " + std::to_string(problem.batch) + " sequences in each of " +
+           std::to_string(problem.layers) + " layers; a tensor map numbers up to " +
+           std::to_string(kMaxExtent) + " in all";
   }
-  if (problem.batch > kMaxExtent || QueryTiles(problem) > kMaxTiles) {
+  if (QueryTiles(problem) > kMaxTiles) {
     return "the call has " + std::to_string(QueryTiles(problem)) +
            " query tiles of 64 rows; hopper numbers up to " + std::to_string(kMaxTiles);
   }
@@ -76,9 +81,8 @@ cudaError_t LaunchHopper(const AttentionParams& params, cudaStream_t stream) {
   if (!HopperServesPointers(params)) return cudaErrorMisalignedAddress;
   if (params.head_dim <= 64) return hopper::LaunchHeadDim64(params, stream);
   if (params.head_dim <= 128) {
-    return !params.chunk_invariant && params.q_len >= kWideQLen
-               ? hopper::LaunchHeadDim128Wide(params, stream)
-               : hopper::LaunchHeadDim128(params, stream);
+    return PrefersWideTiles(params) ? hopper::LaunchHeadDim128Wide(params, stream)
+                                    : hopper::LaunchHeadDim128(params, stream);
   }
   return hopper::LaunchHeadDim256(params, stream);
 }

@@ -19,12 +19,12 @@ namespace jax_fa::cuda::hopper {
 
 inline int32_t CeilDiv(int64_t a, int64_t b) { return static_cast<int32_t>((a + b - 1) / b); }
 
-// An attribute of the current device.
-inline cudaError_t GetDeviceAttribute(cudaDeviceAttr attribute, int* value) {
+// SMs of the current device.
+inline cudaError_t CountSms(int* count) {
   int device = 0;
   const cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
-  return cudaDeviceGetAttribute(value, attribute, device);
+  return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
 }
 
 // Lets the kernel have its shared memory on the current device; once per device and build.
@@ -60,9 +60,10 @@ cudaError_t MakeTensorMaps(const AttentionParams& params, TensorMaps* maps) {
   return EncodeTensorMap(params.out, rows, type, 16, &maps->out);
 }
 
-// KV heads are worked on in sections whose K and V take half of L2, since each of its partitions
-// holds lines of the other too. A section of fewer than this many rounds of tiles would pair the
-// long tiles of one with those of the next: with 5, no block gets 2 % more than its share.
+// KV heads are worked on in sections whose K and V take half of L2, if that is more than one head:
+// each of L2's partitions holds lines of the other too. Sections of few rounds of tiles would pair
+// the long tiles of one with those of the next, so they have this many on average: the longest
+// block then has at most 3 % more to do than without sections, 0.1 % in the mean (simulated).
 constexpr int64_t kSectionRounds = 5;
 
 inline int64_t CountSections(const AttentionProblem& problem, int64_t tiles, int sm_count,
@@ -119,17 +120,16 @@ cudaError_t Launch(const AttentionParams& params, cudaStream_t stream) {
   error = AllowSharedMemory<C>(device);
   if (error != cudaSuccess) return error;
   int sm_count = 0;
-  error = GetDeviceAttribute(cudaDevAttrMultiProcessorCount, &sm_count);
+  error = cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return error;
   int l2_bytes = 0;
-  error = GetDeviceAttribute(cudaDevAttrL2CacheSize, &l2_bytes);
+  error = cudaDeviceGetAttribute(&l2_bytes, cudaDevAttrL2CacheSize, device);
   if (error != cudaSuccess) return error;
   TensorMaps maps = {};
   error = MakeTensorMaps<C>(params, &maps);
   if (error != cudaSuccess) return error;
   const KernelParams kernel_params = MakeKernelParams<C>(params, sm_count, l2_bytes);
-  const int grid =
-      kernel_params.tiles > sm_count ? sm_count * C::kBlocksPerSm : kernel_params.tiles;
+  const int grid = std::min(kernel_params.tiles, sm_count * C::kBlocksPerSm);
   PrefillKernel<C><<<grid, C::kThreads, sizeof(SharedStorage<C>), stream>>>(maps, kernel_params);
   return cudaGetLastError();
 }
@@ -159,7 +159,7 @@ inline bool PrefersSmallTiles(const AttentionProblem& problem, int sm_count) {
 template <int kHeadDim, typename Tuning, typename SmallTuning>
 cudaError_t LaunchSizes(const AttentionParams& params, cudaStream_t stream) {
   int sm_count = 0;
-  const cudaError_t error = GetDeviceAttribute(cudaDevAttrMultiProcessorCount, &sm_count);
+  const cudaError_t error = CountSms(&sm_count);
   if (error != cudaSuccess) return error;
   return PrefersSmallTiles(params, sm_count) ? LaunchDTypes<kHeadDim, SmallTuning>(params, stream)
                                              : LaunchDTypes<kHeadDim, Tuning>(params, stream);

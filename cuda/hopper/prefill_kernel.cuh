@@ -34,7 +34,8 @@ __device__ __forceinline__ void InitBarriers(SharedStorage<C>& shared) {
   cptx::fence_proxy_async(cptx::space_shared);
 }
 
-// Their first use is one trip to device memory away.
+// The first copy would otherwise wait for its descriptor from device memory. By another warp than
+// the one that makes the barriers, so that the two overlap.
 template <typename C>
 __device__ __forceinline__ void PrefetchTensorMaps(const TensorMaps& maps) {
   if constexpr (!C::kFloatQuery) ptx::prefetch_tensormap(&maps.q);

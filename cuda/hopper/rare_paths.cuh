@@ -48,7 +48,7 @@ struct Seat {
   }
   __device__ const typename C::Element* KvRow(const void* cache, int32_t slot) const {
     const TileInfo& tile = Tile();
-    const int32_t kv_head = tile.q_head / (params.q_heads / params.kv_heads);
+    const int32_t kv_head = params.group.Quotient(tile.q_head);
     const int64_t row =
         (static_cast<int64_t>(tile.kv_sequence) * params.kv_len + slot) * params.kv_heads + kv_head;
     return static_cast<const typename C::Element*>(cache) + row * params.head_dim;

@@ -170,10 +170,7 @@ cudaError_t LaunchInstance(const AttentionParams& params, cudaStream_t stream) {
   config.gridDim = dim3(static_cast<unsigned>(std::min(params.rows(), kMaxGrid)));
   config.blockDim = dim3(kThreads);
   config.stream = stream;
-  const cudaError_t error =
-      cudaLaunchKernelEx(&config, NaiveKernel<QT, KvT>, params, params.rows());
-  if (error != cudaSuccess) cudaGetLastError();  // reported once, here; not to a later caller
-  return error;
+  return cudaLaunchKernelEx(&config, NaiveKernel<QT, KvT>, params, params.rows());
 }
 
 template <typename KvT>

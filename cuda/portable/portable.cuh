@@ -45,18 +45,14 @@ cudaError_t LaunchInstance(const AttentionParams& params, cudaStream_t stream) {
     // Asked at each launch: the setting belongs to the current device, and asking costs less than
     // remembering which devices, across threads, have it.
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
+    if (error != cudaSuccess) return error;
   }
-  if (error == cudaSuccess) {
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(static_cast<unsigned>(GridBlocks(params)));
-    config.blockDim = dim3(kThreads);
-    config.dynamicSmemBytes = smem_bytes;
-    config.stream = stream;
-    error = cudaLaunchKernelEx(&config, kernel, MakeArgs(params));
-  }
-  // The error is returned once, here; it must not be met again by the next caller of the runtime.
-  if (error != cudaSuccess) cudaGetLastError();
-  return error;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(GridBlocks(params)));
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = smem_bytes;
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, kernel, MakeArgs(params));
 }
 
 template <typename QT, typename KvT>
