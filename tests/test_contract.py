@@ -148,7 +148,7 @@ def test_c5_a_larger_cache_and_batch_change_no_bit(attention):
 
 @pytest.mark.parametrize("chunk_invariant", [True, False])
 def test_many_tiles_over_a_cache_larger_than_l2(attention, kernel, chunk_invariant):
-    """hopper then works on the heads in sections (7 kv heads by 3, 3 and 1, or 4 and 3): none is missed."""
+    """hopper has these heads in sections (7 kv heads by 3, 3 and 1; or 4 and 3): none is missed."""
     tokens, slots = (300, 1000) if kernel == "cpu" else (12_000, 65_536)
     q, k, v, _ = arrays(q_len=tokens, kv_len=200, q_heads=28, kv_heads=7, head_dim=128)
     positions = jnp.asarray(np.random.default_rng(3).integers(0, 200, (1, tokens)), jnp.int32)
