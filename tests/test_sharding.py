@@ -31,6 +31,7 @@ def test_on_eight_devices():
 def test_on_eight_devices_with_gspmd():
     """XLA's older partitioner, which asks other questions."""
     which = "without_moving or moved_and or positions or divide or beyond_the or set_mesh or wanted"
+    which += " or gradients_of_split"
     script = RUN_CASES.format(arguments=[*CASES, "-k", which])
     run_script(script, **EIGHT, JAX_USE_SHARDY_PARTITIONER="0")
 
