@@ -8,39 +8,37 @@ Source: FlashAttention-2 (Dao, 2023), section 3.1.2, with the cotangent of lse a
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-# q [B, T, Hq, D], k and v [B, S, Hk, D], positions [B, T]
-Operands = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 Rows = dict[str, jax.Array]
 
 _Q_BLOCK = 256
 _KV_BLOCK = 256
 
 
-def gradients(
-    operands: Operands, lse: jax.Array, d_out: jax.Array, d_lse: jax.Array, scale: float
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(d_q, d_k, d_v), shapes and dtypes of q, k, v.
+class Operands(NamedTuple):
+    """What gradients are computed from: the call's operands, its lse, and the cotangents."""
+
+    q: jax.Array  # [B, T, Hq, D]
+    k: jax.Array  # [B, S, Hk, D]
+    v: jax.Array  # [B, S, Hk, D]
+    positions: jax.Array  # [B, T]
+    lse: jax.Array  # [B, T, Hq]; only where it is -inf is looked at
+    d_out: jax.Array  # [B, T, Hq, D]
+    d_lse: jax.Array  # [B, T, Hq]
+
+
+def gradients(operands: Operands, scale: float) -> list[jax.Array]:
+    """[d_q, d_k, d_v], shapes of q, k, v, float32; ``scale`` is the factor on q·k.
 
     Rows that see nothing and slots that no row sees get exactly 0, whatever they hold.
-
-    Args:
-      operands: q, k, v and positions of the call.
-      lse: The log-sum-exp, ``[B, T, Hq]``; only where it is -inf is looked at.
-      d_out: Cotangent of out.
-      d_lse: Cotangent of lse.
-      scale: The factor on q·k.
     """
-    q, k, v, positions = operands
+    q, k, v, positions, lse, *_ = operands
     kv_len = k.shape[1]
-    rows = jax.tree.map(
-        lambda x: _into_blocks(x, _Q_BLOCK),
-        _rows(operands, lse, d_out, d_lse),
-    )
+    rows = jax.tree.map(lambda x: _into_blocks(x, _Q_BLOCK), _rows(operands))
     index = jnp.arange(kv_len)[None]
     seen = index <= jnp.max(positions, axis=1, initial=-1)[:, None]  # [B, S]
     k_blocks, v_blocks = (
@@ -68,9 +66,8 @@ def gradients(
         kv_block, jnp.zeros_like(rows["q"]), (k_blocks, v_blocks, number_blocks)
     )
     d_q = _from_blocks(d_q_blocks, q.shape[1]).reshape(q.shape)
-    d_q = _where(~jnp.isneginf(lse), d_q).astype(q.dtype)
-    d_k, d_v = (_from_blocks(x, kv_len) for x in (d_k_blocks, d_v_blocks))
-    return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype)
+    d_q = _where(~jnp.isneginf(lse), d_q)
+    return [d_q, *(_from_blocks(x, kv_len) for x in (d_k_blocks, d_v_blocks))]
 
 
 def _where(mask: jax.Array, x: jax.Array) -> jax.Array:
@@ -78,9 +75,9 @@ def _where(mask: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.where(mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim)), x, 0.0)
 
 
-def _rows(operands: Operands, lse: jax.Array, d_out: jax.Array, d_lse: jax.Array) -> Rows:
+def _rows(operands: Operands) -> Rows:
     """What a row brings to its gradients, float32, heads grouped: [B, T, Hk, r, ...]."""
-    q, k, _, positions = operands
+    q, k, _, positions, lse, d_out, d_lse = operands
     kv_len, kv_heads = k.shape[1:3]
     empty = jnp.isneginf(lse)  # [B, T, Hq]
     rows = {

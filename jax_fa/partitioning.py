@@ -7,7 +7,8 @@ the plan of split.py. Inside ``shard_map`` everything is local already.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -15,32 +16,49 @@ import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_fa.split import Axes, Call, Layout, Split, plan
+from jax_fa.split import Axes, Call, Kind, Layout, Split, plan
 
 
-def partitioned(call: Call, layout: Layout, results: int, key: Sequence[Any]) -> Call:
+@dataclass(frozen=True)
+class Signature:
+    """What a call takes, first q, k and v, and what it gives."""
+
+    layout: Layout
+    operands: tuple[Kind, ...]
+    results: tuple[Kind, ...]
+
+
+def partitioned(
+    call: Call,
+    signature: Signature,
+    local: Callable[[Split, Any], Call],
+    key: Sequence[Any],
+) -> Call:
     """``call`` with the rules for arrays that ``jit`` splits over devices by itself.
 
     Where there is one device, or in a ``shard_map``, JAX lowers this to ``call`` and nothing else.
 
     Args:
-      call: Its function of q, k, v and positions, and of a layer where there are some.
-      layout: Of its operands.
-      results: 1 or 2.
+      call: The function of whole arrays.
+      signature: Of it.
+      local: Gives the function of shards, told the split and the number of tokens, T.
       key: Scalars that tell calls apart. They are operands that nothing reads: the program that
         XLA partitions names no function, so to JAX's compilation cache, calls of two scales
         would be one program.
     """
-    read = 4 if layout.layer_axis is None else 5
+    layout, kinds = signature.layout, (*signature.operands, *signature.results)
+    read = len(signature.operands)
 
     def ignoring_key(*operands: Any) -> list[jax.Array]:
         return list(call(*operands[:read]))
 
     def split(mesh: Any, operands: Any, outputs: Any) -> tuple[Split, Any]:
-        mesh = _fine_mesh(mesh, [*operands, *outputs])
-        q, k, *out = (_axes_of(x, mesh) for x in [*operands[:2], *outputs[:1]])
-        batch, _, of_kv_heads, _ = layout.without_layers(k)
-        wishes = [(x[0], x[1], x[2]) for x in (q, *out)] + [(batch, (), of_kv_heads)]
+        arrays = [*operands[:read], *outputs]
+        mesh = _fine_mesh(mesh, arrays)
+        told = list(zip(kinds, (_axes_of(x, mesh) for x in arrays), strict=False))
+        of_rows = [(axes[0], axes[1], axes[2]) for kind, axes in told if kind == "q"]
+        of_caches = [layout.without_layers(axes) for kind, axes in told if kind == "k"]
+        wishes = [*of_rows, *((axes[0], (), axes[2]) for axes in of_caches)]
         return plan(layout, mesh.shape, wishes), mesh
 
     def shardings(mesh: Any, specs: Sequence[PartitionSpec]) -> list[NamedSharding]:
@@ -48,21 +66,24 @@ def partitioned(call: Call, layout: Layout, results: int, key: Sequence[Any]) ->
 
     def infer(mesh: Any, operands: Any, outputs: Any) -> list[NamedSharding]:
         chosen, mesh = split(mesh, operands, ())
-        return shardings(mesh, chosen.results()[:results])
+        if chosen.sharing:
+            # Kv heads split by a part of an axis: JAX could not tell that of a program's results.
+            chosen = replace(chosen, kv_heads=())
+        return shardings(mesh, chosen.specs(signature.results))
 
     def partition(mesh: Any, operands: Any, outputs: Any) -> tuple[Any, ...]:
         chosen, mesh = split(mesh, operands, outputs)
-        local = chosen.local(call)
+        on_shards = local(chosen, operands[0].shape[1])
 
         def lower(*shards: Any) -> list[jax.Array]:
-            return list(local(*shards[:read]))
+            return list(on_shards(*shards[:read]))
 
         unread = [PartitionSpec()] * len(key)
         return (
             mesh,
             lower,
-            shardings(mesh, chosen.results()[:results]),
-            tuple(shardings(mesh, [*chosen.operands(), *unread])),
+            shardings(mesh, chosen.specs(signature.results)),
+            tuple(shardings(mesh, [*chosen.specs(signature.operands), *unread])),
         )
 
     call_with_rules = custom_partitioning(ignoring_key)
@@ -70,25 +91,31 @@ def partitioned(call: Call, layout: Layout, results: int, key: Sequence[Any]) ->
         partition,
         infer_sharding_from_operands=infer,  # GSPMD asks this
         decode_shardings=False,  # JAX's own decoding fails where an axis is split further
-        sharding_rule=lambda *_: _rule(layout, results, len(key)),  # Shardy asks this
+        sharding_rule=lambda *_: _rule(signature, len(key)),  # Shardy asks this
     )
     return lambda *operands: call_with_rules(*operands, *key)
 
 
-def _rule(layout: Layout, results: int, unread: int) -> tuple[str, dict[str, Any]]:
+def _rule(signature: Signature, unread: int) -> tuple[str, dict[str, Any]]:
     """Which dimensions are split alike, as Shardy wants it told.
 
     Positions (p, u) follow, but have no say: they are small, q is not. A factor of size 1 may not
     be part of a dimension.
     """
+    layout = signature.layout
     kv_heads, group = layout.kv_heads, layout.group
     heads, kv = ("(g r)", "g") if kv_heads > 1 and group > 1 else ("h", "h")
     if kv_heads == 1 and group > 1:
         kv = "g"
-    cache = " ".join(layout.with_layers(["b", "s", kv, "d"], "l"))
-    scalars = unread if layout.layer_axis is None else unread + 1
-    operands = [f"b t {heads} d", cache, cache, "p u", *[""] * scalars]
-    rule = ", ".join(operands) + " -> " + ", ".join([f"b t {heads} d", f"b t {heads}"][:results])
+    words: dict[Kind, str] = {
+        "q": f"b t {heads} d",
+        "lse": f"b t {heads}",
+        "k": " ".join(layout.with_layers(["b", "s", kv, "d"], "l")),
+        "positions": "p u",
+        "layer": "",
+    }
+    operands = [*(words[kind] for kind in signature.operands), *[""] * unread]
+    rule = ", ".join(operands) + " -> " + ", ".join(words[kind] for kind in signature.results)
     sizes = {"r": group} if heads == "(g r)" else {}
     # In the order in which the rule names them, as Shardy wants it.
     whole = ("d", "s") if layout.layer_axis is None else ("d", "l", "s")
@@ -143,7 +170,7 @@ def _axes_of(x: Any, mesh: jax.sharding.Mesh) -> tuple[Axes, ...]:
 
 
 def over_explicit_axes(
-    call: Call, layout: Layout, operands: Sequence[jax.Array], results: int
+    call: Call, signature: Signature, operands: Sequence[jax.Array]
 ) -> Sequence[jax.Array]:
     """``call``, each device on its shards, where the arrays' types say how they are split."""
     kinds = [jax.typeof(x).sharding for x in operands]
@@ -154,18 +181,19 @@ def over_explicit_axes(
     def axes(entry: Any) -> Axes:
         return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
+    layout = signature.layout
     q, k = ([axes(entry) for entry in kind.spec] for kind in kinds[:2])
     batch, _, of_kv_heads, _ = layout.without_layers(k)
     wishes = [(q[0], q[1], q[2]), (batch, (), of_kv_heads)]
     split = plan(layout, mesh.shape, wishes)
-    specs = split.operands()
+    specs = split.specs(signature.operands)
     moved = [jax.reshard(x, NamedSharding(mesh, s)) for x, s in zip(operands, specs, strict=True)]
     # Over all axes of the mesh but those that vmap has taken.
     return jax.shard_map(
         split.local(call),
         mesh=mesh,
         in_specs=tuple(specs),
-        out_specs=split.results()[:results],
+        out_specs=split.specs(signature.results),
     )(*moved)
 
 

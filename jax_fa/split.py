@@ -9,15 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jax_fa import stacks
 
 Axes = tuple[str, ...]
-Call = Callable[..., Sequence[jax.Array]]  # (q, k, v, positions[, layer]) to [out] or [out, lse]
+Call = Callable[..., Sequence[jax.Array]]
+
+# What an array is, that a call takes or gives: q [B, T, Hq, D] and all that is shaped like it, lse
+# [B, T, Hq], k or v [B, S, Hk, D] (or stacked), positions [B, T], the layer [].
+Kind = Literal["q", "lse", "k", "positions", "layer"]
 
 
 @dataclass(frozen=True)
@@ -62,26 +67,26 @@ class Split:
     heads: Axes
     kv_heads: Axes
 
-    def operands(self) -> list[PartitionSpec]:
-        """Of q, k, v and positions, and of the layer."""
-        of_one = (self.batch, None, self.kv_heads, None)
-        cache = PartitionSpec(*self.layout.with_layers(of_one, None))
-        specs = [self.results()[0], cache, cache, PartitionSpec(self.batch, self.tokens)]
-        return specs if self.layout.layer_axis is None else [*specs, PartitionSpec()]
-
-    def results(self) -> list[PartitionSpec]:
-        """Of out and lse."""
+    def specs(self, kinds: Sequence[Kind]) -> list[PartitionSpec]:
+        """How arrays of these kinds are split."""
         rows = (self.batch, self.tokens, self.heads)
-        return [PartitionSpec(*rows, None), PartitionSpec(*rows)]
+        of_one = (self.batch, None, self.kv_heads, None)
+        told: dict[Kind, PartitionSpec] = {
+            "q": PartitionSpec(*rows, None),
+            "lse": PartitionSpec(*rows),
+            "k": PartitionSpec(*self.layout.with_layers(of_one, None)),
+            "positions": PartitionSpec(*rows[:2]),
+            "layer": PartitionSpec(),
+        }
+        return [told[kind] for kind in kinds]
 
     def local(self, call: Call) -> Call:
-        """``call`` as one device does it, on its shards."""
-        sharing = self.heads[len(self.kv_heads) :]
+        """``call``, of q, k, v and more, as one device does it, on its shards."""
 
         def on_shards(q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> Any:
-            if not sharing or k.shape[-2] == 1:
+            head = self._kv_head(q, k)
+            if head is None:
                 return call(q, k, v, *rest)
-            head = jax.lax.axis_index(sharing) * q.shape[2] // self.layout.group
             if self.layout.layer_axis is not None:
                 # Else one head of all layers would be cut out.
                 k, v = (stacks.layer_of(x, rest[1], self.layout.layer_axis) for x in (k, v))
@@ -90,6 +95,43 @@ class Split:
             return call(q, k, v, *rest)
 
         return on_shards
+
+    def local_gradients(self, call: Call, tokens: Any) -> Call:
+        """``call``, from q, k, v, positions, lse, d_out, d_lse to d_q, d_k, d_v, on one device.
+
+        Its rows are its own, and so is their d_q; what they add to d_k and d_v is summed over the
+        devices that have the same slots and kv heads. ``tokens`` is T: rows that only pad a shard
+        to its size could hold anything, and count as rows that see nothing.
+        """
+        over = (*self.tokens, *self.sharing)
+
+        def on_shards(*operands: jax.Array) -> Sequence[jax.Array]:
+            q, k, v, positions, lse, *cotangents = operands
+            if self.tokens and q.shape[1] * jax.lax.axis_size(self.tokens) != tokens:
+                row = jax.lax.axis_index(self.tokens) * q.shape[1] + jnp.arange(q.shape[1])
+                lse = jnp.where((row < tokens)[:, None], lse, -jnp.inf)
+            gradients = self.local(call)(q, k, v, positions, lse, *cotangents)
+            if not over:
+                return gradients
+            d_q, *d_kv = gradients
+            head = self._kv_head(q, k)
+            if head is not None:
+                of_all = jnp.zeros(k.shape, d_kv[0].dtype)
+                d_kv = [jax.lax.dynamic_update_slice_in_dim(of_all, x, head, 2) for x in d_kv]
+            return [d_q, *jax.lax.psum(d_kv, over)]
+
+        return on_shards
+
+    @property
+    def sharing(self) -> Axes:
+        """The axes whose devices share kv heads."""
+        return self.heads[len(self.kv_heads) :]
+
+    def _kv_head(self, q: jax.Array, k: jax.Array) -> jax.Array | None:
+        """The one of this shard's kv heads that its query heads read, if they read but one."""
+        if not self.sharing or k.shape[-2] == 1:
+            return None
+        return jax.lax.axis_index(self.sharing) * q.shape[2] // self.layout.group
 
 
 def plan(

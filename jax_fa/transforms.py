@@ -65,23 +65,31 @@ def _custom_call(config: Config, *operands: jax.Array) -> Sequence[jax.Array]:
     return partitioning.alike_in_shard_map([*values, q])[:-1]
 
 
-def _layout(config: Config, operands: Sequence[jax.Array]) -> split.Layout:
-    return split.Layout(
+def _signature(config: Config, operands: Sequence[jax.Array]) -> partitioning.Signature:
+    stacked = len(operands) == 5
+    layout = split.Layout(
         q_heads=operands[0].shape[2],
         kv_heads=operands[1].shape[-2],
-        layer_axis=config.layer_axis if len(operands) == 5 else None,
+        layer_axis=config.layer_axis if stacked else None,
     )
+    return partitioning.Signature(
+        layout,
+        operands=("q", "k", "k", "positions", *(("layer",) if stacked else ())),
+        results=("q", "lse") if config.return_lse else ("q",),
+    )
+
+
+def _key(scale: float, what: object) -> tuple[np.generic, ...]:
+    """Scalars that stand for a call in a program, as partitioning.partitioned wants them."""
+    in_words = f"{what} of jax_fa {version('jax-fa')}"
+    return (np.float32(scale), np.uint32(zlib.crc32(in_words.encode())))
 
 
 @functools.cache
-def _partitioned_call(config: Config, layout: split.Layout) -> Callable[..., Any]:
-    in_words = f"{native.PREFILL_TARGET} {config} {version('jax-fa')}"
-    return partitioning.partitioned(
-        functools.partial(_custom_call, config),
-        layout,
-        results=2 if config.return_lse else 1,
-        key=(np.float32(config.scale), np.uint32(zlib.crc32(in_words.encode()))),
-    )
+def _partitioned_call(config: Config, signature: partitioning.Signature) -> Callable[..., Any]:
+    call = functools.partial(_custom_call, config)
+    key = _key(config.scale, (native.PREFILL_TARGET, config))
+    return partitioning.partitioned(call, signature, lambda chosen, _: chosen.local(call), key)
 
 
 @functools.cache
@@ -92,7 +100,7 @@ def _mappable_call(config: Config) -> Callable[..., list[jax.Array]]:
     def call(*operands: jax.Array) -> list[jax.Array]:
         if partitioning.in_shard_map():
             return list(_custom_call(config, *operands))
-        return list(_partitioned_call(config, _layout(config, operands))(*operands))
+        return list(_partitioned_call(config, _signature(config, operands))(*operands))
 
     @call.def_vmap
     def rule(size: int, mapped: list[bool], *operands: Any) -> tuple[Any, list[bool]]:
@@ -168,7 +176,7 @@ def _fold_into_batch(
     Stacks of layers become [V * B, L, ...].
     """
     batch = operands[0].shape[0 if not mapped[0] else 1]
-    layer = operands[4:]
+    layer = operands[4:] if len(operands) == 5 else ()
 
     def fold(x: jax.Array, is_mapped: bool) -> jax.Array:
         x = _broadcast(size, is_mapped, x)
@@ -176,7 +184,8 @@ def _fold_into_batch(
             return x.reshape(size, x.shape[1] * x.shape[2], *x.shape[3:])
         return x.reshape(size * batch, *x.shape[2:])
 
-    folded = [fold(x, is_mapped) for is_mapped, x in zip(mapped[:4], operands, strict=False)]
+    to_fold = operands[: len(operands) - len(layer)]
+    folded = [fold(x, is_mapped) for is_mapped, x in zip(mapped, to_fold, strict=False)]
     results = call(*folded, *layer)
     return [x.reshape(size, batch, *x.shape[1:]) for x in results]
 
@@ -187,9 +196,7 @@ def attend(config: Config, *operands: jax.Array) -> list[jax.Array]:
     def call(*operands: jax.Array) -> list[jax.Array]:
         return _differentiable_call(config, *partitioning.alike_in_shard_map(operands))
 
-    results = 2 if config.return_lse else 1
-    layout = _layout(config, operands)
-    return list(partitioning.over_explicit_axes(call, layout, operands, results))
+    return list(partitioning.over_explicit_axes(call, _signature(config, operands), operands))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -209,10 +216,77 @@ def _attend_backward(config: Config, residuals: Any, cotangents: list[jax.Array]
     d_out = cotangents[0]
     d_lse = cotangents[1] if config.return_lse else jnp.zeros_like(lse)
     of_layer = [stacks.layer_of(x, *layer) for x in (k, v)] if layer else [k, v]
-    d_q, d_k, d_v = backward.gradients((q, *of_layer, positions), lse, d_out, d_lse, config.scale)
+    found = _gradients(config.scale, q, *of_layer, positions, lse, d_out, d_lse)
+    d_q, d_k, d_v = (d.astype(x.dtype) for d, x in zip(found, (q, k, v), strict=True))
     if layer:
         d_k, d_v = stacks.with_zeros(d_k, k, *layer), stacks.with_zeros(d_v, v, *layer)
     return d_q, d_k, d_v, *[None] * (1 + len(layer))  # integers have no gradient
 
 
 _differentiable_call.defvjp(_attend_forward, _attend_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gradients(scale: float, *operands: jax.Array) -> list[jax.Array]:
+    """backward.gradients with rules of its own: rows that devices split need not be gathered."""
+    return _mappable_gradients(scale)(*operands)
+
+
+def _gradients_forward(scale: float, *operands: jax.Array) -> tuple[list[jax.Array], Any]:
+    return _gradients(scale, *operands), operands
+
+
+def _gradients_backward(scale: float, operands: Any, cotangents: list[jax.Array]) -> Any:
+    positions = operands[3]
+
+    def plain(*floats: jax.Array) -> list[jax.Array]:
+        return _plain_gradients(scale, *floats[:3], positions, *floats[3:])
+
+    _, pull_back = jax.vjp(plain, *operands[:3], *operands[4:])
+    found = pull_back(cotangents)
+    return *found[:3], None, *found[3:]
+
+
+_gradients.defvjp(_gradients_forward, _gradients_backward)
+
+
+def _plain_gradients(scale: float, *operands: jax.Array) -> list[jax.Array]:
+    return backward.gradients(backward.Operands(*operands), scale)
+
+
+@functools.cache
+def _mappable_gradients(scale: float) -> Callable[..., list[jax.Array]]:
+    plain = functools.partial(_plain_gradients, scale)
+
+    @jax.custom_batching.custom_vmap
+    def call(*operands: jax.Array) -> list[jax.Array]:
+        if partitioning.in_shard_map():
+            return plain(*operands)
+        layout = split.Layout(operands[0].shape[2], operands[1].shape[2], None)
+        return list(_partitioned_gradients(scale, layout)(*operands))
+
+    @call.def_vmap
+    def rule(size: int, mapped: list[bool], *operands: Any) -> tuple[Any, list[bool]]:
+        if mapped[1] or mapped[2]:
+            results = _fold_into_batch(call, size, mapped, operands)
+        else:
+            # Each element has its d_k and d_v, but k and v need not be repeated for that.
+            results = jax.vmap(plain, [0 if is_mapped else None for is_mapped in mapped])(*operands)
+        return results, [True] * len(results)
+
+    return call
+
+
+@functools.cache
+def _partitioned_gradients(scale: float, layout: split.Layout) -> Callable[..., Any]:
+    call = functools.partial(_plain_gradients, scale)
+    signature = partitioning.Signature(
+        layout,
+        operands=("q", "k", "k", "positions", "lse", "q", "lse"),
+        results=("q", "k", "k"),
+    )
+
+    def local(chosen: split.Split, tokens: Any) -> split.Call:
+        return chosen.local_gradients(call, tokens)
+
+    return partitioning.partitioned(call, signature, local, _key(scale, "gradients"))

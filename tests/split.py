@@ -20,7 +20,7 @@ EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
 WHOLE = P()
 XY = ("x", "y")
 COLLECTIVE = re.compile(
-    r"= (.*) (?:all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
+    r"= (.*) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(?:-start)?\("
 )
 
 
@@ -69,6 +69,12 @@ class Compiled:
         """The shapes that go between devices, in words."""
         return [match[1] for match in COLLECTIVE.finditer(self._text)]
 
+    def summed(self):
+        """The shapes of what is summed over devices, if all that goes between them is summed."""
+        found = list(COLLECTIVE.finditer(self._text))
+        assert all(match[2] == "all-reduce" for match in found), found
+        return re.findall(r"\w+\[[\d,]*\]", " ".join(match[1] for match in found))
+
     def shape_of_the_call(self):
         """Of out, on each device."""
         call = re.search(r"= (.*) custom-call\(.*" + native.PREFILL_TARGET, self._text)
@@ -94,9 +100,10 @@ def loss_of(attention, out_like):
     return jax.grad(loss, (0, 1, 2))
 
 
-def same_gradients(attention, operands, split):
+def same_gradients(attention, operands, split, of=with_lse):
+    """Gradients of ``attention`` of the split operands are those of ``of`` on one device."""
     compiled = Compiled(loss_of(attention, operands[0]), *split)
-    want = loss_of(with_lse, operands[0])(*operands)
+    want = loss_of(of, operands[0])(*operands)
     for g, w in zip(compiled(*split), want, strict=True):
         g, w = np.asarray(g, np.float32), np.asarray(w, np.float32)
         # d_k and d_v are float16, and parts of them are summed over devices.

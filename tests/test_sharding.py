@@ -21,6 +21,7 @@ def test_on_eight_devices():
 def test_on_eight_devices_with_gspmd():
     """XLA's older partitioner, which asks other questions."""
     which = "without_moving or moved_and or positions or divide or beyond_the or set_mesh or wanted"
+    which += " or gradients_of_split"
     run_cases("eight_devices*.py", "-k", which, **EIGHT, JAX_USE_SHARDY_PARTITIONER="0")
 
 
@@ -49,22 +50,26 @@ q, kv, positions = x.astype(np.float32), x.astype(np.float16), np.full((8, 16), 
 for kind in (AxisType.Auto, AxisType.Explicit):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(kind,))
     split = [jax.device_put(a, NamedSharding(mesh, P("x"))) for a in (q, kv, kv, positions)]
-    for scale in (0.125, 0.25):
-        attend = lambda *a: jax_fa.prefill_attention(*a, scale=scale)
-        program = jax.jit(attend).lower(*split)
+    for scale, grads in ((0.125, False), (0.25, False), (0.125, True), (0.25, True)):
+        def of(attention):
+            attend = lambda *a: attention(*a, scale=scale)
+            return jax.grad(lambda *a: jnp.sum(jnp.sin(attend(*a)))) if grads else attend
+        program = jax.jit(of(jax_fa.prefill_attention)).lower(*split)
         events.clear()
         compiled = program.compile()
         hits = "/jax/compilation_cache/cache_hits" in events
-        want = jax_fa.reference.prefill_attention(q, kv, kv, positions, scale=scale)
+        want = of(jax_fa.reference.prefill_attention)(*map(jnp.asarray, (q, kv, kv, positions)))
         right = np.abs(np.asarray(compiled(*split)) - np.asarray(want)).max() < 1e-4
-        print(kind.name, scale, "hit" if hits else "miss", "right" if right else "wrong")
+        name = "gradient" if grads else "call"
+        print(kind.name, name, scale, "hit" if hits else "miss", "right" if right else "wrong")
 """
 
 
 def test_split_programs_are_found_in_the_compilation_cache(tmp_path):
     """In another process, and those of another scale are not taken for the same."""
     script = f"import sys; sys.argv.append({str(tmp_path)!r})\n" + CACHED_CALL
-    runs = [run_script(script, **EIGHT).split("\n")[:4] for _ in range(2)]
-    kinds = [f"{kind} {scale}" for kind in ("Auto", "Explicit") for scale in (0.125, 0.25)]
+    runs = [run_script(script, **EIGHT).split("\n")[:8] for _ in range(2)]
+    whats = ("call 0.125", "call 0.25", "gradient 0.125", "gradient 0.25")
+    kinds = [f"{kind} {what}" for kind in ("Auto", "Explicit") for what in whats]
     assert runs[0] == [f"{kind} miss right" for kind in kinds]
     assert runs[1] == [f"{kind} hit right" for kind in kinds]
