@@ -176,17 +176,17 @@ def as_layer(layer: Any, layers: Any) -> jax.Array:
     if isinstance(layer, bool | np.bool_) or not (
         isinstance(layer, int | np.integer | np.ndarray | jax.Array)
     ):
-        raise TypeError(f"layer is {layer!r}; it must be an integer, or an integer array of one.")
-    is_number = not isinstance(layer, jax.Array)
+        raise TypeError(f"layer is {layer!r}; it must be an integer, or an integer scalar array.")
     if np.ndim(layer) != 0:
         raise ValueError(f"layer has shape {_shape(layer)}; it must be one number, of shape [].")
-    if is_number and np.issubdtype(np.asarray(layer).dtype, np.integer):
-        if int(layer) < 0 or (isinstance(layers, int) and int(layer) >= layers):
+    is_integer = isinstance(layer, int) or np.issubdtype(layer.dtype, np.integer)
+    if is_integer and not isinstance(layer, jax.Array):
+        index, most = int(layer), layers if isinstance(layers, int) else 2**31
+        if not 0 <= index < most:
             raise ValueError(
-                f"layer is {int(layer)}, and {layers} layers are stacked; it must be 0 .. "
-                f"{layers - 1}."
+                f"layer is {index}, and {layers} layers are stacked; it must be 0 .. {most - 1}."
             )
-        layer = np.asarray(layer)
+        layer = np.asarray(index)
     return as_positions(layer, "layer")
 
 
@@ -306,10 +306,10 @@ def check_new_rows(k: jax.Array, v: jax.Array, k_cache: jax.Array, stacked: bool
         raise ValueError(f"k has shape {_shape(k)}, v has {_shape(v)}; they must be equal.")
     of_layer = k_cache.shape[stacked:]
     if k.shape[:-3] != of_layer[:-3] or k.shape[-2:] != of_layer[-2:] or k.ndim != len(of_layer):
-        less = " less its layers" if stacked else ""
+        alike = "less its layers, they may" if stacked else "they may"
         raise ValueError(
-            f"k has shape {_shape(k)}, k_cache has {_shape(k_cache)}; they may differ{less} only "
-            "in the number of tokens and slots (the third axis from the end)."
+            f"k has shape {_shape(k)}, k_cache has {_shape(k_cache)}; {alike} differ only in "
+            "the number of tokens and slots (the third axis from the end)."
         )
 
 

@@ -88,7 +88,7 @@ class Split:
             if head is None:
                 return call(q, k, v, *rest)
             if self.layout.layer_axis is not None:
-                # Else one head of all layers would be cut out.
+                # First, since a slice of the head would copy it of every layer.
                 k, v = (stacks.layer_of(x, rest[1], self.layout.layer_axis) for x in (k, v))
                 rest = rest[:1]
             k, v = (jax.lax.dynamic_slice_in_dim(x, head, 1, axis=2) for x in (k, v))

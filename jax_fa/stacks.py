@@ -17,7 +17,13 @@ def layer_of(stack: jax.Array, layer: jax.Array, axis: int = 0) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(stack, index, axis, keepdims=False)
 
 
-def with_zeros(one: jax.Array, stack: jax.Array, layer: jax.Array, axis: int = 0) -> jax.Array:
-    """The transpose of layer_of: a stack like ``stack``, of zeros but for that layer."""
-    index = clamped(layer, stack.shape[axis])
-    return jax.lax.dynamic_update_index_in_dim(jnp.zeros_like(stack), one, index, axis)
+def layers_of(stack: jax.Array) -> jax.Array:
+    """How many layers ``stack`` has, as the extent of an array of no elements: [L, 0]."""
+    return jnp.zeros((stack.shape[0], 0), bool)
+
+
+def with_zeros(one: jax.Array, layers: jax.Array, layer: jax.Array) -> jax.Array:
+    """The transpose of layer_of: as many layers as ``layers``, of zeros but for that one."""
+    index = clamped(layer, layers.shape[0])
+    zeros = jnp.broadcast_to(jnp.zeros_like(one)[None], (layers.shape[0], *one.shape))
+    return jax.lax.dynamic_update_index_in_dim(zeros, one, index, 0)

@@ -122,11 +122,12 @@ def _mappable_call(config: Config) -> Callable[..., list[jax.Array]]:
 def _folds(config: Config, mapped: list[bool], operands: Sequence[jax.Array]) -> bool:
     """Whether a mapped axis joins another without moving the stacks of layers.
 
-    Mapped stacks are [V, B, L, ...] already, or [V, L, B, ...], where B must be 1.
+    Mapped stacks are [V, B, L, ...] already, or [V, L, B, ...], where B must be 1. For one of them
+    alone, all layers of the other would be repeated.
     """
-    if mapped[4]:
+    if mapped[4] or mapped[1] != mapped[2]:
         return False
-    return not (mapped[1] or mapped[2]) or config.layer_axis == 1 or operands[0].shape[-4] == 1
+    return not mapped[1] or config.layer_axis == 1 or operands[0].shape[-4] == 1
 
 
 def _choose_layer(
@@ -208,18 +209,22 @@ def _attend_forward(config: Config, *operands: jax.Array) -> tuple[list[jax.Arra
     # By attend itself, so that the gradient can be differentiated in its turn.
     out, lse = attend(config.with_lse(), *operands)
     results = [out, lse] if config.return_lse else [out]
-    return results, (operands, lse)
+    q, k, v, positions, *layer = operands
+    layers = stacks.layers_of(k)
+    if layer:
+        # Of the layer alone: a scan over layers keeps what each step leaves here.
+        k, v = stacks.layer_of(k, *layer), stacks.layer_of(v, *layer)
+    return results, (q, k, v, positions, layer, layers, lse)
 
 
 def _attend_backward(config: Config, residuals: Any, cotangents: list[jax.Array]) -> Any:
-    (q, k, v, positions, *layer), lse = residuals
+    q, k, v, positions, layer, layers, lse = residuals
     d_out = cotangents[0]
     d_lse = cotangents[1] if config.return_lse else jnp.zeros_like(lse)
-    of_layer = [stacks.layer_of(x, *layer) for x in (k, v)] if layer else [k, v]
-    found = _gradients(config.scale, q, *of_layer, positions, lse, d_out, d_lse)
+    found = _gradients(config.scale, q, k, v, positions, lse, d_out, d_lse)
     d_q, d_k, d_v = (d.astype(x.dtype) for d, x in zip(found, (q, k, v), strict=True))
     if layer:
-        d_k, d_v = stacks.with_zeros(d_k, k, *layer), stacks.with_zeros(d_v, v, *layer)
+        d_k, d_v = (stacks.with_zeros(d, layers, *layer) for d in (d_k, d_v))
     return d_q, d_k, d_v, *[None] * (1 + len(layer))  # integers have no gradient
 
 

@@ -1,4 +1,4 @@
-"""Caches stacked over layers, split over eight devices: nothing moves, and nothing is copied.
+"""Caches stacked over layers, split over devices: nothing moves, and nothing is copied.
 
 Run by test_sharding.py, as eight_devices.py is.
 """
@@ -12,7 +12,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from split import (
     COLLECTIVE,
+    DEVICES,
     EXPLICIT,
+    GRID,
     WHOLE,
     XY,
     Compiled,
@@ -27,14 +29,14 @@ from test_stacked import over_layers
 from jax_fa import prefill_attention, sequence_parallel_prefill_attention, update_kv_cache
 
 WAYS = {  # mesh axes and sizes, heads, how q and one layer of k and v are split
-    "batch": ({"x": 4, "y": 2}, (8, 4), P("x"), P("x")),
-    "heads": ({"x": 4, "y": 2}, (8, 4), P(None, None, "x"), P(None, None, "x")),
-    "batch_and_heads": ({"x": 4, "y": 2}, (8, 4), P("x", None, "y"), P("x", None, "y")),
-    "tokens": ({"x": 4, "y": 2}, (8, 4), P(None, XY), WHOLE),
-    "mha": ({"x": 8}, (8, 8), P(None, None, "x"), P(None, None, "x")),
-    "mqa": ({"x": 8}, (8, 1), P(None, None, "x"), WHOLE),
+    "batch": (GRID, (8, 4), P("x"), P("x")),
+    "heads": (GRID, (8, 4), P(None, None, "x"), P(None, None, "x")),
+    "batch_and_heads": (GRID, (8, 4), P("x", None, "y"), P("x", None, "y")),
+    "tokens": (GRID, (8, 4), P(None, XY), WHOLE),
+    "mha": ({"x": DEVICES}, (8, 8), P(None, None, "x"), P(None, None, "x")),
+    "mqa": ({"x": DEVICES}, (8, 1), P(None, None, "x"), WHOLE),
     "fewer_kv_heads_than_devices": ({"x": 8}, (8, 2), P(None, None, "x"), WHOLE),
-    "whole_q_split_batch": ({"x": 4, "y": 2}, (8, 4), WHOLE, P("x")),
+    "whole_q_split_batch": (GRID, (8, 4), WHOLE, P("x")),
 }
 
 
@@ -72,7 +74,7 @@ def test_stacks_of_explicit_axes(name):
 def test_stacks_split_by_layers_or_slots_are_moved_and_right():
     operands = stacks(*arrays(batch=4))
     operands = (*(jnp.concatenate([x, x[:1]]) if x.ndim == 5 else x for x in operands),)
-    for kv in (P("x"), P(None, None, "y")):
+    for kv in (P("x"), P(None, None, "x")):
         split = put(operands, grid(), (WHOLE, kv, kv, WHOLE, WHOLE))
         compiled, _ = same_as_on_one_device(attend, operands, split)
         assert compiled.moved()
@@ -123,7 +125,7 @@ def test_a_scan_over_donated_split_stacks_moves_and_copies_nothing(by):
 
     run = jax.jit(step, donate_argnums=(0, 1)).lower(k, k, x, at).compile()
     analysis = run.memory_analysis()
-    layer_bytes = 2 * np.prod(shape[1:]) // 8 * 2
+    layer_bytes = 2 * np.prod(shape[1:]) // DEVICES * 2
     assert analysis.alias_size_in_bytes >= layers * layer_bytes
     assert analysis.temp_size_in_bytes < layer_bytes / 2
     assert COLLECTIVE.search(run.as_text()) is None
@@ -151,7 +153,7 @@ def test_slots_of_stacks_spread_over_devices():
     operands = stacks(*arrays())
     local = jax.shard_map(
         lambda *a: sequence_parallel_prefill_attention(*a[:4], axis_name="x", layer=a[4]),
-        mesh=mesh(x=4),
+        mesh=grid(),
         in_specs=(WHOLE, P(None, None, "x"), P(None, None, "x"), WHOLE, WHOLE),
         out_specs=WHOLE,
     )

@@ -286,6 +286,20 @@ def test_gradients_through_a_scan_over_stacks():
         np.testing.assert_allclose(got, want, rtol=0, atol=2**-9 * np.abs(want).max())
 
 
+def test_gradients_of_a_scan_keep_a_layer_for_each_step_and_not_the_stack():
+    def bytes_of(step, layers):
+        def loss(*operands):
+            return jnp.sum(jnp.sin(step(*operands)[2]))
+
+        cache = jax.ShapeDtypeStruct((layers, 1, 1024, 2, 64), jnp.float16)
+        x = jax.ShapeDtypeStruct((1, 4, 4, 64), jnp.float32)
+        positions = jax.ShapeDtypeStruct((1, 4), jnp.int32)
+        compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(cache, cache, x, positions).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert bytes_of(over_layers, 16) < 1.25 * bytes_of(over_slices, 16)
+
+
 def test_symbolic_layers_export_for_cpu_and_cuda_in_one():
     pytest.importorskip("flatbuffers")
     extents = export.symbolic_shape("layers, b, t, s")
@@ -326,6 +340,7 @@ def refused(operands, layer, words):
         (3, r"layer is 3, and 3 layers are stacked; it must be 0 \.\. 2"),
         (-1, "layer is -1"),
         (np.int64(2**40), "layer is 1099511627776"),
+        (10**30, "layer is 1000000000000000000000000000000, and 3"),
         (True, "layer is True; it must be an integer"),
         (1.0, r"layer is 1\.0; it must be an integer"),
         ("1", "layer is '1'"),
@@ -354,7 +369,7 @@ def test_stacks_that_do_not_fit_are_refused():
     rows = jnp.ones((2, 2, 2, 64))
     with pytest.raises(ValueError, match="k_cache has shape .* needs layer="):
         update_kv_cache(ks, vs, rows, rows, positions)
-    with pytest.raises(ValueError, match="may differ less its layers only"):
+    with pytest.raises(ValueError, match="less its layers, they may differ only"):
         update_kv_cache(ks, vs, rows[:1], rows[:1], positions[:1], layer=0)
 
 
