@@ -96,7 +96,7 @@ def prefill_attention(
     return_lse = checks.as_flag("return_lse", return_lse)
     wanted = dispatch.check_implementation(implementation)
     if wanted:
-        dispatch.check_can_serve(call, wanted, (q, k, v, positions))
+        dispatch.check_can_serve(call, wanted, (q, k, v, positions, layer))
     config = transforms.Config(
         scale=float(call.scale),
         chunk_invariant=call.chunk_invariant,

@@ -210,7 +210,7 @@ def explain(
     call = _check_shapes(q, k, v, positions, **options)
     wanted = check_implementation(implementation)
     if device is None:
-        device = next(iter(_devices_of((q, k, v, positions))), None)
+        device = next(iter(_devices_of((q, k, v, positions, layer))), None)
     device = _check_device(device)
     reasons = refusals_on(call, device)
     able = [name for name, reason in reasons.items() if not reason]

@@ -94,14 +94,16 @@ class GroupedQueryAttention(eqx.Module):
           ValueError: Positions without a cache, a cache without positions, or shapes that do not
             fit.
         """
+        gqa.check_rows(self.config, x, (2,))
         qkv = (
-            self._to_heads(self.q_proj, x),
-            self._to_heads(self.k_proj, x),
-            self._to_heads(self.v_proj, x),
+            self._to_heads(self.q_proj, x, self.config.q_heads),
+            self._to_heads(self.k_proj, x, self.config.kv_heads),
+            self._to_heads(self.v_proj, x, self.config.kv_heads),
         )
         out, cache = gqa.attend(self.config, qkv, positions, cache)
-        return jax.vmap(self.o_proj)(out.reshape(out.shape[0], -1)), cache
+        width = self.config.q_heads * self.config.head_dim
+        return jax.vmap(self.o_proj)(out.reshape(out.shape[0], width)), cache
 
-    def _to_heads(self, projection: eqx.nn.Linear, x: jax.Array) -> jax.Array:
+    def _to_heads(self, projection: eqx.nn.Linear, x: jax.Array, heads: int) -> jax.Array:
         """[T, features] to [T, heads, head_dim]."""
-        return jax.vmap(projection)(x).reshape(x.shape[0], -1, self.config.head_dim)
+        return jax.vmap(projection)(x).reshape(x.shape[0], heads, self.config.head_dim)

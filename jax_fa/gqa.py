@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_fa import api, checks, kv_cache
 
@@ -45,8 +46,10 @@ class AttentionConfig:
     def __post_init__(self) -> None:
         for name in ("features", "q_heads", "kv_heads", "head_dim"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+            if not whole or value < 1:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number, at least 1.")
+            object.__setattr__(self, name, int(value))
         if self.q_heads % self.kv_heads != 0:
             raise ValueError(
                 f"q_heads is {self.q_heads}, kv_heads is {self.kv_heads}; query heads must be a "
@@ -56,8 +59,12 @@ class AttentionConfig:
             raise ValueError(
                 f"head_dim is {self.head_dim}; it must be even (the rotary embedding turns pairs)."
             )
-        if not 0 < self.rope_theta < math.inf:
-            raise ValueError(f"rope_theta is {self.rope_theta!r}; it must be positive and finite.")
+        number = isinstance(self.rope_theta, int | float | np.number)
+        if not number or not 1 <= self.rope_theta < math.inf:
+            raise ValueError(
+                f"rope_theta is {self.rope_theta!r}; it must be a finite number, at least 1."
+            )
+        object.__setattr__(self, "rope_theta", float(self.rope_theta))
         object.__setattr__(self, "cache_dtype", checks.as_cache_dtype(self.cache_dtype))
 
 
@@ -66,6 +73,15 @@ class KVCache(NamedTuple):
 
     k: jax.Array
     v: jax.Array
+
+
+def check_rows(config: AttentionConfig, x: jax.Array, ranks: tuple[int, ...]) -> None:
+    """Rows to attend are [..., T, features], of as many axes as ``ranks`` says."""
+    if x.ndim not in ranks or x.shape[-1] != config.features:
+        shapes = {2: f"(T, {config.features})", 3: f"(B, T, {config.features})"}
+        raise ValueError(
+            f"x has shape {x.shape}; it must be {' or '.join(shapes[rank] for rank in ranks)}."
+        )
 
 
 def empty_cache(config: AttentionConfig, slots: int, batch: int | None = None) -> KVCache:

@@ -54,10 +54,6 @@ def update_kv_cache(
     if stacked:
         layers = k_cache.shape[0]
         at = (stacks.clamped(checks.as_layer(layer, layers), layers),)
-    if k.ndim == 3:
-        caches = (jnp.expand_dims(k_cache, len(at)), jnp.expand_dims(v_cache, len(at)))
-        k_new, v_new = _scatter_rows(caches, (k[None], v[None]), positions[None], at)
-        return jnp.squeeze(k_new, len(at)), jnp.squeeze(v_new, len(at))
     return _scatter_rows((k_cache, v_cache), (k, v), positions, at)
 
 
@@ -67,24 +63,32 @@ def _scatter_rows(
     positions: jax.Array,
     at: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, jax.Array]:
-    """Writes rows [B, T, Hk, D] into caches [B, S, Hk, D] at positions [B, T].
+    """Writes rows [B, T, Hk, D] into caches [B, S, Hk, D] at positions [B, T]; all or none have B.
 
     With the index of a layer in ``at``, into that layer of caches [L, B, S, Hk, D].
     """
     slots = caches[0].shape[-3]
     if slots == 0:
         return caches
-    slot = jax.vmap(functools.partial(_slots_to_write, slots=slots))(positions)
+    to_write = functools.partial(_slots_to_write, slots=slots)
+    has_batch = positions.ndim == 2
+    slot = jax.vmap(to_write)(positions) if has_batch else to_write(positions)
+    if slot.size == 1:
+        # XLA makes a scatter of one row something else, which copies the caches where attention
+        # reads them next. Of two rows, it does not; the second is dropped.
+        slot = jnp.concatenate([slot, jnp.full_like(slot, slots + 1)], axis=-1)
+        rows = (jnp.repeat(rows[0], 2, axis=-3), jnp.repeat(rows[1], 2, axis=-3))
     indices = jnp.stack([*(jnp.broadcast_to(i, slot.shape) for i in at), slot], axis=-1)
-    batch_axis = len(at)
-    indexed = (*range(batch_axis), batch_axis + 1)  # the layer, if any, and the slot
-    # The batch by name, not by an index: XLA then sees that devices which split it need no others.
+    slot_axis = len(at) + has_batch
+    indexed = (*range(len(at)), slot_axis)  # the layer, if any, and the slot
     dimensions = jax.lax.ScatterDimensionNumbers(
-        update_window_dims=(2, 3),
+        update_window_dims=(slot.ndim, slot.ndim + 1),
         inserted_window_dims=indexed,
         scatter_dims_to_operand_dims=indexed,
-        operand_batching_dims=(batch_axis,),
-        scatter_indices_batching_dims=(0,),
+        # The batch by name, not by an index: XLA then sees that devices which split it need no
+        # others.
+        operand_batching_dims=(len(at),) if has_batch else (),
+        scatter_indices_batching_dims=(0,) if has_batch else (),
     )
 
     def write(cache: jax.Array, new: jax.Array) -> jax.Array:

@@ -154,6 +154,8 @@ def _seen_keys(mask: Any, weights_shape: tuple[int, ...], is_causal: bool) -> An
     """Whether row t sees key s, [..., Hq or 1, T or 1, S] bool: what the masks together say."""
     known = not isinstance(mask, jax.core.Tracer)
     mask = np.asarray(mask) if known else mask
+    if not (mask.dtype == bool or jnp.issubdtype(mask.dtype, np.number)):
+        raise TypeError(f"mask has dtype {mask.dtype}; it must be an array of bool or numbers.")
     rank, (q_len, slots) = len(weights_shape), weights_shape[-2:]
     shape = (1,) * (rank - mask.ndim) + mask.shape
     fits = len(shape) == rank and all(
@@ -294,6 +296,7 @@ class GroupedQueryAttention(nnx.Module):
           ValueError: Positions without a cache, a cache without positions, or shapes that do not
             fit.
         """
+        gqa.check_rows(self.config, x, (2, 3))
         qkv = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         has_cache = self.cached_key is not None
         cache = gqa.KVCache(self.cached_key[...], self.cached_value[...]) if has_cache else None

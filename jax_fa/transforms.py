@@ -213,7 +213,7 @@ def _attend_forward(config: Config, *operands: jax.Array) -> tuple[list[jax.Arra
     layers = stacks.layers_of(k)
     if layer:
         # Of the layer alone: a scan over layers keeps what each step leaves here.
-        k, v = stacks.layer_of(k, *layer), stacks.layer_of(v, *layer)
+        k, v = stacks.layer_of(k, layer[0]), stacks.layer_of(v, layer[0])
     return results, (q, k, v, positions, layer, layers, lse)
 
 

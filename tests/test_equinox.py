@@ -164,6 +164,15 @@ def test_a_cache_and_positions_come_together(kernel):
         block(x, positions=jnp.arange(T))
 
 
+def test_rows_of_other_shapes_are_refused_and_no_rows_served(kernel):
+    block, x = block_of(kernel), blocks.rows()
+    for wrong in (x, x[0, 0], x[0, :, :-1]):
+        with pytest.raises(ValueError, match=r"x has shape \(.*; it must be \(T, "):
+            block(wrong)
+    out, cache = block(x[0, :0], block.init_cache(blocks.SLOTS), jnp.zeros(0, jnp.int32))
+    assert out.shape == (0, x.shape[-1]) and (np.asarray(cache.k) == 0).all()
+
+
 def test_block_donated_writes_its_cache_in_place(kernel):
     block = block_of(kernel)
     cache = block.init_cache(blocks.SLOTS, batch=B)

@@ -102,7 +102,18 @@ BAD_CONFIGS = {
     "half_a_head": ({"kv_heads": 0.5}, ValueError, "kv_heads is 0.5; it must be a whole number"),
     "heads_4_over_3": ({"kv_heads": 3}, ValueError, "q_heads is 4, kv_heads is 3.*a multiple"),
     "odd_head_dim": ({"head_dim": 63}, ValueError, "head_dim is 63; it must be even"),
-    "theta_zero": ({"rope_theta": 0.0}, ValueError, "rope_theta is 0.0; it must be positive"),
+    "true_features": (
+        {"features": True},
+        ValueError,
+        "features is True; it must be a whole",
+    ),
+    "theta_zero": (
+        {"rope_theta": 0.0},
+        ValueError,
+        "rope_theta is 0.0; it must be a finite",
+    ),
+    "theta_tiny": ({"rope_theta": 1e-300}, ValueError, "rope_theta is 1e-300; .* at least 1"),
+    "theta_none": ({"rope_theta": None}, ValueError, "rope_theta is None; it must be a finite"),
     "float32_cache": ({"cache_dtype": jnp.float32}, TypeError, "is float32.*float16 or bfloat16"),
 }
 
@@ -118,3 +129,5 @@ def test_configs_compare_and_hash_by_value():
     """They are static: equal ones share a compilation."""
     one, other = AttentionConfig(8, 2, 1, 4), AttentionConfig(8, 2, 1, 4, cache_dtype="bfloat16")
     assert one == other and hash(one) == hash(other)
+    third = AttentionConfig(np.int64(8), 2, 1, 4, rope_theta=10**4)
+    assert third == one and hash(third) == hash(one)

@@ -207,6 +207,9 @@ def test_dtypes_and_shapes_are_refused_with_a_way_out(ours):
         dot_product_attention(q, k, v, cache_dtype=jnp.float32)
     with pytest.raises(ValueError, match=r"query has shape \(2, 21, 4, 64\), key \(1, "):
         ours(q, k[:1], v[:1])
+    for mask in ("x", object(), np.array([None] * T)):
+        with pytest.raises(TypeError, match="mask has dtype .*; it must be an array of bool or"):
+            ours(q, k, v, mask=mask)
     with pytest.raises(TypeError, match="is_causal is 1; it must be True or False"):
         ours(q, k, v, is_causal=1)
 
@@ -388,6 +391,10 @@ def test_block_and_its_cache(kernel):
     with pytest.raises(ValueError, match="there is no cache"):
         block(x, blocks.positions())
     assert jax.tree.leaves(nnx.state(block, nnx.Cache)) == []
+    for wrong in (x[0, 0], x[None], x[..., :-1]):
+        with pytest.raises(ValueError, match=r"x has shape \(.*; it must be \(T, .* or \(B, T,"):
+            block(wrong)
+    assert block(x[:, :0]).shape == (B, 0, x.shape[-1])
 
 
 def test_block_donated_writes_its_cache_in_place(kernel):
