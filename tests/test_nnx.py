@@ -58,6 +58,12 @@ def ours(kernel):
     return functools.partial(dot_product_attention, cache_dtype=jnp.float16, implementation=kernel)
 
 
+def nnx_attention(*operands, **options):
+    """nnx's own, in float32 also on a GPU, whose products are else of TF32."""
+    with jax.default_matmul_precision("highest"):
+        return nnx.dot_product_attention(*operands, **options)
+
+
 def rounded(x):
     """To what a float16 cache holds."""
     return x.astype(jnp.float16).astype(x.dtype)
@@ -65,7 +71,7 @@ def rounded(x):
 
 def rounding(query, key, value, **options):
     """nnx's own attention, after the rounding of keys and values that ours needs."""
-    return nnx.dot_product_attention(query, rounded(key), rounded(value), **options)
+    return nnx_attention(query, rounded(key), rounded(value), **options)
 
 
 def apart(kernel, q, k, v, positions):
@@ -94,7 +100,7 @@ def test_numbers_are_those_of_nnx(ours, kernel, name, jitted):
     call = functools.partial(ours, is_causal=is_causal)
     got = (jax.jit(call) if jitted else call)(q, k, v, mask=mask)
     own_mask = None if mask is None else jnp.asarray(mask)
-    want = nnx.dot_product_attention(q, k, v, mask=own_mask, is_causal=is_causal)
+    want = nnx_attention(q, k, v, mask=own_mask, is_causal=is_causal)
     assert got.dtype == want.dtype == jnp.float32
     seen = CAUSAL if is_causal else np.ones((T, T), bool)
     seen = seen if mask is None else seen & (np.asarray(mask) != 0)[..., 0, :, :]  # of head 0
@@ -108,7 +114,7 @@ def test_16_bit_layers_need_no_option(kernel, dtype):
     q, k, v = (x.astype(dtype) for x in arrays())
     got = dot_product_attention(q, k, v, is_causal=True, implementation=kernel)
     assert got.dtype == dtype
-    want = nnx.dot_product_attention(*(x.astype(jnp.float32) for x in (q, k, v)), is_causal=True)
+    want = nnx_attention(*(x.astype(jnp.float32) for x in (q, k, v)), is_causal=True)
     bound = output_bound(kernel, q, k, v, blocks.positions())
     bound += output_bound("naive", q.astype(jnp.float32), k, v, blocks.positions())
     assert_within(got, want, bound)
@@ -135,7 +141,7 @@ def test_other_keys_than_queries(ours, kernel, kv_len):
     q, k, v = arrays(kv_len=kv_len)
     for is_causal in (False, True):
         positions = blocks.positions() if is_causal else jnp.full((B, T), kv_len)
-        want = nnx.dot_product_attention(q, k, v, is_causal=is_causal)
+        want = nnx_attention(q, k, v, is_causal=is_causal)
         got = ours(q, k, v, is_causal=is_causal)
         assert_within(got, want, apart(kernel, q, k, v, positions))
 
@@ -248,7 +254,7 @@ def test_layer_is_that_of_nnx(ours, kernel):
     model, x = layer(ours), blocks.rows()
     q, k, v = model.query(x), rounded(model.key(x)), rounded(model.value(x))
     _, bound = blocks.project(
-        nnx.dot_product_attention(q, k, v, is_causal=True),
+        nnx_attention(q, k, v, is_causal=True),
         apart(kernel, q, k, v, blocks.positions()),
         model.out.kernel[...],
     )
