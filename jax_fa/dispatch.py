@@ -7,7 +7,7 @@ same table; see cuda/kernels.h.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -164,7 +164,17 @@ def _check_shapes(*operands: Any, **options: Any) -> checks.Call:
     if not any(isinstance(x, jax.ShapeDtypeStruct) for x in operands):
         return checks.check_call(*operands, **options)
     calls: list[checks.Call] = []
-    jax.eval_shape(lambda *traced: calls.append(checks.check_call(*traced, **options)), *operands)
+
+    def check(*traced: Any) -> None:
+        call = checks.check_call(*traced, **options)
+        arrays = {n: x for n, x in vars(call).items() if isinstance(x, jax.Array)}
+        # Tracers may not outlive the trace.
+        shapes: dict[str, Any] = {
+            n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in arrays.items()
+        }
+        calls.append(replace(call, **shapes))
+
+    jax.eval_shape(check, *operands)
     return calls[0]
 
 

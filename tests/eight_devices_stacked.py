@@ -71,6 +71,15 @@ def test_stacks_of_explicit_axes(name):
     assert compiled.moved() == []
 
 
+def test_stacks_on_one_device_while_a_mesh_of_explicit_axes_is_set():
+    operands = stacks(*arrays())
+    want = attend(*operands)
+    with jax.set_mesh(grid(EXPLICIT)):
+        got = attend(*operands[:4], layer=1)
+    for a, b in zip(got, want, strict=True):
+        assert_same_bits(a, b)
+
+
 def test_stacks_split_by_layers_or_slots_are_moved_and_right():
     operands = stacks(*arrays(batch=4))
     operands = (*(jnp.concatenate([x, x[:1]]) if x.ndim == 5 else x for x in operands),)

@@ -88,7 +88,8 @@ print("ok")
 def test_shapes_without_data_are_explained_too():
     arrays = Case("explain", q_len=4).arrays()
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
-    assert explain(*shapes) == explain(*arrays)
+    with jax.checking_leaks():
+        assert explain(*shapes) == explain(*arrays)
     with pytest.raises(ValueError, match="head_dim"):
         explain(jax.ShapeDtypeStruct((1, 4, 4, 5), jnp.float32), *shapes[1:])
 
