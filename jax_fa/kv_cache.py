@@ -73,9 +73,10 @@ def _scatter_rows(
     to_write = functools.partial(_slots_to_write, slots=slots)
     has_batch = positions.ndim == 2
     slot = jax.vmap(to_write)(positions) if has_batch else to_write(positions)
-    if slot.size == 1:
+    if slot.shape[-1] == 1:
         # XLA makes a scatter of one row something else, which copies the caches where attention
-        # reads them next. Of two rows, it does not; the second is dropped.
+        # reads them next. Of two rows, it does not; the second is dropped. Whatever the batch is:
+        # devices may split it to one sequence each.
         slot = jnp.concatenate([slot, jnp.full_like(slot, slots + 1)], axis=-1)
         rows = (jnp.repeat(rows[0], 2, axis=-3), jnp.repeat(rows[1], 2, axis=-3))
     indices = jnp.stack([*(jnp.broadcast_to(i, slot.shape) for i in at), slot], axis=-1)

@@ -120,14 +120,15 @@ def test_gradients_of_split_stacks():
         np.testing.assert_allclose(got, want, rtol=0, atol=2**-9 * np.abs(want).max())
 
 
+@pytest.mark.parametrize("tokens", [1, 4])
 @pytest.mark.parametrize("by", ["batch", "heads"])
-def test_a_scan_over_donated_split_stacks_moves_and_copies_nothing(by):
+def test_a_scan_over_donated_split_stacks_moves_and_copies_nothing(by, tokens):
     layers, shape, on = 6, (6, 8, 4096, 8, 16), grid()
     rows = {"batch": P(XY), "heads": P(None, None, XY)}[by]
     cache = P(None, *rows)
-    x = jax.ShapeDtypeStruct((8, 4, 8, 16), jnp.float32, sharding=NamedSharding(on, rows))
+    x = jax.ShapeDtypeStruct((8, tokens, 8, 16), jnp.float32, sharding=NamedSharding(on, rows))
     k = jax.ShapeDtypeStruct(shape, jnp.float16, sharding=NamedSharding(on, cache))
-    at = jax.ShapeDtypeStruct((8, 4), jnp.int32, sharding=NamedSharding(on, P(*rows[:1])))
+    at = jax.ShapeDtypeStruct((8, tokens), jnp.int32, sharding=NamedSharding(on, P(*rows[:1])))
 
     def step(*operands):
         return over_layers(*operands, kv_heads=8)
