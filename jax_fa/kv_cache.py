@@ -35,7 +35,8 @@ def update_kv_cache(
       layer: The layer of a stacked cache to write to, as for :func:`jax_fa.prefill_attention`.
 
     Returns:
-      ``(k_cache, v_cache)`` with those rows replaced, all other slots bit for bit as they were.
+      ``(k_cache, v_cache)`` with those rows replaced, all other slots bit for bit as they were
+      (jaxlib 0.10 on CPUs gives bfloat16 NaNs there another payload).
 
     Raises:
       TypeError: A dtype is not served, or an argument is not an array.
