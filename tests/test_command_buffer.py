@@ -1,4 +1,4 @@
-"""C7 on a GPU: the call is captured into a command buffer, and replays with other positions.
+"""C7 on a GPU: the call is captured into a command buffer, and replays with other data.
 
 Capture itself is the proof that a launch neither synchronises nor allocates: CUDA fails both while
 a stream is captured.
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(
 
 SCRIPT = """
 import glob, os, pathlib, re, sys
-dump, kernel = {dump!r}, {kernel!r}
+dump, kernel, stacked = {dump!r}, {kernel!r}, {stacked!r}
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_gpu_graph_min_graph_size=1 --xla_dump_to=" + dump
 )
@@ -22,26 +22,32 @@ import jax, jax.numpy as jnp, numpy as np, jax_fa
 
 rng = np.random.default_rng(148)
 q = jnp.asarray(rng.standard_normal((2, 3, 4, 64)), jnp.float16)
-k, v = (jnp.asarray(rng.standard_normal((2, 500, 2, 64)), jnp.float16) for _ in range(2))
+layers = (3,) if stacked else ()
+k, v = (jnp.asarray(rng.standard_normal((*layers, 2, 500, 2, 64)), jnp.float16) for _ in range(2))
+
+def three_calls(q, k, v, positions, layer):
+    for _ in range(3):
+        q = jax_fa.prefill_attention(
+            q, k, v, positions, layer=layer if stacked else None, implementation=kernel
+        )
+    return q
 
 @jax.jit
-def captured(q, k, v, positions):
-    for _ in range(3):
-        q = jax_fa.prefill_attention(q, k, v, positions, implementation=kernel)
-    return q
-
-def alone(q, k, v, positions):
-    for _ in range(3):
-        q = jax_fa.prefill_attention(q, k, v, positions, implementation=kernel)
-    return q
+def captured(*operands):
+    return three_calls(*operands)
 
 rows = np.arange(3, dtype=np.int32)
-for start in ([0, 0], [400, 7], [497, 497], [-3, -3], [0, 0], [250, 63]):
+starts = [0, 0], [400, 7], [497, 497], [-3, -3], [0, 0], [250, 63]
+seen = set()
+for start, layer in zip(starts, (0, 2, 1, 0, 7, -1)):
     positions = jnp.asarray(np.asarray(start, np.int32)[:, None] + rows)
+    operands = q, k, v, positions, jnp.int32(layer)
     for _ in range(3):
-        got = np.asarray(captured(q, k, v, positions))
-    want = np.asarray(alone(q, k, v, positions))
-    assert (got.view(np.uint16) == want.view(np.uint16)).all(), start
+        got = np.asarray(captured(*operands))
+    want = np.asarray(three_calls(*operands))
+    assert (got.view(np.uint16) == want.view(np.uint16)).all(), (start, layer)
+    seen.add(want.tobytes())
+assert len(seen) == (6 if stacked else 5), len(seen)
 
 texts = {{
     path: pathlib.Path(path).read_text(errors="replace")
@@ -55,7 +61,13 @@ print("captured", len(inside))
 
 
 def test_c7_captured_calls_replay_with_other_positions(kernel, tmp_path):
-    assert "captured" in run_script(SCRIPT.format(dump=str(tmp_path), kernel=kernel))
+    script = SCRIPT.format(dump=str(tmp_path), kernel=kernel, stacked=False)
+    assert "captured" in run_script(script)
+
+
+def test_c7_captured_calls_of_stacked_caches_replay_with_another_layer(kernel, tmp_path):
+    script = SCRIPT.format(dump=str(tmp_path), kernel=kernel, stacked=True)
+    assert "captured" in run_script(script)
 
 
 REFUSED = """

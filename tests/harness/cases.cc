@@ -2,6 +2,7 @@
 
 #include "tests/harness/cases.h"
 
+#include <climits>
 #include <cmath>
 
 namespace jax_fa::harness {
@@ -56,6 +57,14 @@ Case WithNanSlot(Case c, int64_t slot) {
   return c;
 }
 
+// k and v become stacks of `layers`, `layer_batch` sequences in each.
+Case Stacked(Case c, int64_t layers, int64_t layer_batch, int32_t layer) {
+  c.problem.layers = layers;
+  c.layer_batch = layer_batch;
+  c.layer = layer;
+  return c;
+}
+
 Case Large(Case c) {
   c.is_small = false;
   return c;
@@ -91,6 +100,12 @@ const std::vector<Case>& AllCases() {
       WithScale(Make("scale_2", {1, 66, 66, 2, 1, 64}, kF16, kF16), 2.0f),
       WithScale(Make("scale_negative", {1, 66, 66, 2, 1, 128}, kF32, kF16), -0.125f),
       WithScale(Make("scale_zero", {1, 66, 66, 2, 1, 64}, kF32, kF16), 0.0f),
+      Stacked(Make("layer_1_of_3", {2, 66, 70, 4, 2, 128}, kF16, kF16), 3, 2, 1),
+      Stacked(With(Make("stacks_2_bf16", {4, 66, 130, 2, 1, 64}, kBF16, kBF16), P::kPadded), 2, 2,
+              1),
+      Stacked(With(Make("layer_past_end", {2, 40, 100, 4, 2, 128}, kF32, kF16), P::kAnyOrder), 3, 1,
+              INT32_MAX),
+      Stacked(Make("layer_negative", {1, 66, 66, 2, 1, 256}, kF16, kF16), 2, 1, -5),
       Make("head_dim_256", {1, 66, 66, 2, 1, 256}, kF16, kF16),
       Make("head_dim_80", {1, 66, 66, 4, 2, 80}, kF32, kBF16),
       With(Make("head_dim_5", {2, 33, 66, 4, 2, 5}, kBF16, kBF16), P::kAnyOrder),

@@ -29,6 +29,10 @@ struct Case {
   int64_t misalignment = 0;
   // A slot holding NaN in K and V that some rows see and others do not; -1: none.
   int64_t nan_slot = -1;
+  // Sequences a layer of k and v holds, which are then stacks of problem.layers; 0: no stacks.
+  int64_t layer_batch = 0;
+  // The layer to read, as data; outside the stack it is the nearest one.
+  int32_t layer = 0;
   // Small cases are few tiles each: what the sanitizers can run in seconds.
   bool is_small = true;
 };

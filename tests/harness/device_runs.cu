@@ -91,6 +91,7 @@ struct DeviceCase {
         k(inputs.k.bytes.size(), Shift(c, c.problem.kv_dtype), status),
         v(inputs.v.bytes.size(), Shift(c, c.problem.kv_dtype), status),
         positions(inputs.positions.size() * sizeof(int32_t), 0, status),
+        layer(c.layer_batch == 0 ? 0 : sizeof(int32_t), 0, status),
         out(inputs.q.bytes.size(), Shift(c, c.problem.q_dtype), status),
         first_out(out.bytes(), 0, status),
         lse(c.with_lse ? c.problem.rows() * sizeof(float) : 0, 0, status),
@@ -102,6 +103,7 @@ struct DeviceCase {
     k.Upload(inputs.k.bytes, status);
     v.Upload(inputs.v.bytes, status);
     positions.Upload(inputs.positions, status);
+    if (c.layer_batch != 0) layer.Upload(std::vector<int32_t>{c.layer}, status);
     status.Check(cudaMemset(differs.data(), 0, differs.bytes()), "cudaMemset");
     status.Check(cudaMemset(first_units.data(), 0xff, first_units.bytes()), "cudaMemset");
     static_cast<AttentionProblem&>(params) = c.problem;
@@ -109,13 +111,15 @@ struct DeviceCase {
     params.k = k.data();
     params.v = v.data();
     params.positions = reinterpret_cast<const int32_t*>(positions.data());
+    if (c.layer_batch != 0) params.layer = reinterpret_cast<const int32_t*>(layer.data());
+    params.layer_batch = c.layer_batch;
     params.out = out.data();
     params.lse = c.with_lse ? reinterpret_cast<float*>(lse.data()) : nullptr;
   }
 
   static size_t Shift(const Case& c, DType dtype) { return c.misalignment * DTypeBytes(dtype); }
 
-  DeviceArray q, k, v, positions, out, first_out, lse, first_lse;
+  DeviceArray q, k, v, positions, layer, out, first_out, lse, first_lse;
   DeviceArray differs;      // one flag a run
   DeviceArray first_units;  // lowest differing unit of out, of lse
   AttentionParams params;

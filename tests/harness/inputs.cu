@@ -97,6 +97,18 @@ void Poison(const Case& c, const std::vector<int32_t>& positions, std::vector<fl
   }
 }
 
+// Puts the sequences of `cache`, [batch, ...], in their layer, between layers of NaN.
+std::vector<float> Stack(const Case& c, const std::vector<float>& cache) {
+  const AttentionProblem& p = c.problem;
+  const int64_t sequence_size = p.kv_len * p.kv_heads * p.head_dim;
+  std::vector<float> stack(p.layers * cache.size(), std::numeric_limits<float>::quiet_NaN());
+  for (int64_t b = 0; b < p.batch; ++b) {
+    std::copy_n(cache.data() + b * sequence_size, sequence_size,
+                stack.data() + StackedSequence(c, b) * sequence_size);
+  }
+  return stack;
+}
+
 template <typename T, typename Convert>
 void StoreAs(HostArray& array, Convert convert) {
   array.bytes.resize(array.values.size() * sizeof(T));
@@ -167,9 +179,17 @@ Inputs MakeInputs(const Case& c, uint64_t seed) {
   std::vector<float> v = NormalValues(cache_size, bits);
   Poison(c, inputs.positions, k);
   Poison(c, inputs.positions, v);
-  inputs.k = Store(std::move(k), p.kv_dtype);
-  inputs.v = Store(std::move(v), p.kv_dtype);
+  inputs.k = Store(Stack(c, k), p.kv_dtype);
+  inputs.v = Store(Stack(c, v), p.kv_dtype);
   return inputs;
+}
+
+// By the definition, on purpose not by the kernels' CacheSequence.
+int64_t StackedSequence(const Case& c, int64_t b) {
+  if (c.layer_batch == 0) return b;
+  const int64_t layers = c.problem.layers;
+  const int64_t layer = std::clamp<int64_t>(c.layer, 0, layers - 1);
+  return (b / c.layer_batch * layers + layer) * c.layer_batch + b % c.layer_batch;
 }
 
 }  // namespace jax_fa::harness

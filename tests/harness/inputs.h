@@ -1,5 +1,5 @@
 // Seeded data of a case, on the host: unit-normal q, K and V, positions, and poison in every slot
-// that no row sees.
+// that no row sees and in every layer that is not read.
 
 #ifndef JAX_FA_TESTS_HARNESS_INPUTS_H_
 #define JAX_FA_TESTS_HARNESS_INPUTS_H_
@@ -21,12 +21,15 @@ struct HostArray {
 
 struct Inputs {
   HostArray q;                     // [batch, q_len, q_heads, head_dim]
-  HostArray k;                     // [batch, kv_len, kv_heads, head_dim]
-  HostArray v;                     // [batch, kv_len, kv_heads, head_dim]
+  HostArray k;                     // [batch, kv_len, kv_heads, head_dim], or a stack of layers:
+  HostArray v;                     // [stacks, layers, layer_batch, kv_len, kv_heads, head_dim]
   std::vector<int32_t> positions;  // [batch, q_len]
 };
 
 Inputs MakeInputs(const Case& c, uint64_t seed);
+
+// Which sequence of k and v, counted over all that are stacked there, sequence `b` of q reads.
+int64_t StackedSequence(const Case& c, int64_t b);
 
 // Rounds `values` to `dtype`; `values` of the result are the rounded ones.
 HostArray Store(std::vector<float> values, DType dtype);

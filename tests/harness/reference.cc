@@ -74,7 +74,8 @@ RowReference ComputeRow(const Case& c, const Inputs& inputs, int64_t row, Arithm
   const int64_t kv_head = head / p.q_heads_per_kv_head();
   const int64_t slots = VisibleSlots(inputs.positions[token], static_cast<int32_t>(p.kv_len));
   const int64_t slot_pitch = p.kv_heads * p.head_dim;
-  const int64_t cache_offset = (token / p.q_len * p.kv_len * p.kv_heads + kv_head) * p.head_dim;
+  const int64_t sequence = StackedSequence(c, token / p.q_len);
+  const int64_t cache_offset = (sequence * p.kv_len * p.kv_heads + kv_head) * p.head_dim;
 
   RowReference reference;
   reference.out.assign(p.head_dim, 0.0);
