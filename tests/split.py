@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
-from bounds import assert_same_bits
+from bounds import assert_same_bits, assert_within, lse_bound, output_bound
 from cases import Case
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_fa import native, prefill_attention
+from jax_fa import explain, native, prefill_attention
 
 EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
 
@@ -70,15 +72,34 @@ class Compiled:
         return [match[1] for match in COLLECTIVE.finditer(self._text)]
 
     def summed(self):
-        """The shapes of what is summed over devices, if all that goes between them is summed."""
-        found = list(COLLECTIVE.finditer(self._text))
-        assert all(match[2] == "all-reduce" for match in found), found
-        return re.findall(r"\w+\[[\d,]*\]", " ".join(match[1] for match in found))
+        """How many elements are summed over devices, if all that goes between them is summed.
+
+        Not their shapes: XLA may lay them out in one array.
+        """
+        elements = 0
+        for match in COLLECTIVE.finditer(self._text):
+            assert match[2] == "all-reduce", match[0]
+            # One that runs meanwhile names its operands first: ((f32[8]), f32[8]).
+            results = match[1].rsplit("), ")[-1] if match[1].startswith("((") else match[1]
+            for extents in re.findall(r"\[([\d,]*)\]", results):
+                elements += math.prod(int(extent) for extent in extents.split(",") if extent)
+        return elements
 
     def shape_of_the_call(self):
         """Of out, on each device."""
         call = re.search(r"= (.*) custom-call\(.*" + native.PREFILL_TARGET, self._text)
         return [int(extent) for extent in re.search(r"\[([\d,]+)\]", call[1])[1].split(",")]
+
+
+def assert_right(results, operands):
+    """Of out, or of out and lse, merged from states over parts of the slots."""
+    q, k, v, positions = operands
+    out, lse = oracle.attend(*operands, return_lse=True)
+    kernel = explain(*operands).kernel
+    # Merging adds a few roundings a state to those of the kernel.
+    assert_within(results[0], out, 3 * output_bound(kernel, q, k, v, positions))
+    for got in results[1:]:
+        assert_within(got, lse, 3 * lse_bound(kernel, q, k), "lse")
 
 
 def same_as_on_one_device(function, operands, split):

@@ -12,7 +12,8 @@ from scripts import run_cases
 # What eight devices of a CPU show of every way to split, two GPUs need show of the main ones only.
 SPLIT = (
     "without_moving or test_shard_map or stay_in_the_types or move_states"
-    " or (test_gradients and not slots and not shared) or (test_slots and growing and True)"
+    " or (test_gradients and not slots and not shared) or (shared_cache and not tokens_and)"
+    " or (test_slots and growing and True)"
     " or test_slots_of_stacks or test_stacks_in_shard_map"
 )
 
