@@ -47,7 +47,7 @@ CELLS: tuple[Workload, ...] = (
 
 # Calls that are in flight together where one call is a program.
 CALLS_IN_FLIGHT = 100
-PROGRAMS_IN_FLIGHT = 4
+PROGRAMS_IN_FLIGHT = 16
 CALLS_IN_SESSION = 8
 
 # Of a block's results: the sum over GPUs is rounded in another order.

@@ -24,16 +24,25 @@ class Function:
     def count(self, opcode: str) -> int:
         return sum(op.split(".")[0] == opcode for _, op, _ in self.code)
 
-    def main_loop(self, opcode: str) -> Counter:
-        """Opcode counts of the shortest loop, by backward branch, that holds ``opcode``."""
+    def main_loop(self, *opcodes: str) -> Counter:
+        """Opcode counts of the shortest loop, by backward branch, that holds all ``opcodes``.
+
+        They may have suffixes, as in MUFU.EX2. Waits retry at the function's end and branch back
+        from there, which looks like a loop over all between: name what only the real one holds.
+        """
         bodies = []
         for address, op, operands in self.code:
             target = _TARGET.search(operands) if op.split(".")[0] == "BRA" else None
             if target and (start := int(target[1], 16)) < address:
-                bodies.append(
-                    Counter(op.split(".")[0] for at, op, _ in self.code if start <= at <= address)
-                )
-        return min((body for body in bodies if body[opcode]), key=Counter.total, default=Counter())
+                body = [op for at, op, _ in self.code if start <= at <= address]
+                if all(any(f"{op}.".startswith(f"{x}.") for op in body) for x in opcodes):
+                    bodies.append(Counter(op.split(".")[0] for op in body))
+        return min(bodies, key=Counter.total, default=Counter())
+
+    def highest_register(self, end: int) -> int:
+        """Of the instructions below address ``end``; -1 if they use none."""
+        used = (re.findall(r"\bR(\d+)\b", operands) for at, _, operands in self.code if at < end)
+        return max((int(register) for found in used for register in found), default=-1)
 
 
 def find_cuobjdump() -> str | None:

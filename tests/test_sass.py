@@ -42,9 +42,22 @@ def test_hopper_main_loops_keep_descriptors_in_uniform_registers(kernels):
     """R2UR before each HGMMA is what a divergent branch in the loop costs: a third of the speed."""
     for kernel in kernels:
         if "hopper" in kernel.name:
-            loop = kernel.main_loop("HGMMA")
+            loop = kernel.main_loop("HGMMA", "MUFU.EX2")
             assert loop["HGMMA"] >= 8, f"{kernel.name}: no main loop found"
             assert loop["R2UR"] == 0, f"{kernel.name}: {loop['R2UR']} R2UR in the main loop"
+
+
+def test_hopper_producers_use_no_register_that_they_have_given_away(kernels):
+    """Their code is what lies before the consumers take registers, the kernel's start included."""
+    for kernel in kernels:
+        if "hopper" not in kernel.name:
+            continue
+        budgets = {op: (at, x) for at, op, x in kernel.code if op.startswith("USETMAXREG")}
+        _, kept = budgets["USETMAXREG.DEALLOC.CTAPOOL"]
+        consumers, _ = budgets["USETMAXREG.TRY_ALLOC.CTAPOOL"]
+        loads = [at for at, op, _ in kernel.code if op.startswith("UTMALDG")]
+        assert max(loads) < consumers, f"{kernel.name}: producers' code lies elsewhere"
+        assert kernel.highest_register(consumers) < int(kept.split("0x")[1], 16), kernel.name
 
 
 def test_no_kernel_uses_local_memory(kernels):

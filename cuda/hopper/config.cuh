@@ -13,8 +13,9 @@
 
 namespace jax_fa::cuda::hopper {
 
-constexpr int kWarpgroup = 128;      // threads
-constexpr int kSwizzleColumns = 64;  // 16-bit columns in a 128-byte swizzled row
+constexpr int kWarpgroup = 128;                // threads
+constexpr int kSwizzleColumns = 64;            // 16-bit columns in a 128-byte swizzled row
+constexpr int kConsumerPanelBytes = 64 * 128;  // a consumer's 64 rows of a panel
 
 // What may be tuned; docs/hopper.md has what each choice gained. A row's bits depend on kTileKV
 // alone, so that is one value per (element, head dim) on the chunk-invariant path.
@@ -93,6 +94,12 @@ struct Config : Tuning {
   static constexpr int kQBytes = kQPanelBytes * kPanels;
   static constexpr int kKvBytes = kKvPanelBytes * kPanels;
 
+  // The first scores are multiplied before the tile is described, and in kFirstPanels before the
+  // other panels have arrived. A float32 Q is found by the description; at D = 256 there are no
+  // registers to spare.
+  static constexpr bool kStartsEarly = !kFloatQuery && kHeadDim <= 128;
+  static constexpr int kFirstPanels = kStartsEarly ? kPanels / 2 : 0;
+
   static constexpr bool kStoresThroughShared = Tuning::kStagesOutput && !kFloatQuery;
 
   static constexpr int kScoreRegisters = Tuning::kTileKV / 2;
@@ -124,7 +131,11 @@ struct alignas(1024) SharedStorage {
   uint8_t kv[C::kKvStages][C::kKvBytes];
   TileInfo tile[2];
   int32_t visible[2][C::kTileQ];  // slots each row sees; 0: an empty row
+  // Of a query tile: the kFirstPanels of consumer 0's Q and of K0, whose other panels arrive at
+  // K0's kv_full; the other consumers' Q; TileInfo and row limits.
+  uint64_t first_full[C::kQStages];
   uint64_t q_full[C::kQStages];
+  uint64_t info_full[C::kQStages];
   uint64_t q_free[C::kQStages];
   uint64_t kv_full[C::kKvStages];
   uint64_t kv_free[C::kKvStages];
@@ -164,7 +175,7 @@ struct KernelParams {
 };
 
 struct TensorMaps {
-  CUtensorMap q;  // box [64 columns, kTileQ tokens]
+  CUtensorMap q;  // box [64 columns, 64 tokens]: a consumer's rows
   CUtensorMap k;  // box [64 columns, kTileKV slots]
   CUtensorMap v;
   CUtensorMap out;  // box [64 columns, 16 tokens]: a warp's rows

@@ -31,19 +31,19 @@ __device__ __forceinline__ uint64_t Descriptor(uint32_t low, uint32_t further_by
   return kSwizzle128 | kEightRows | (low + (further_bytes >> 4));
 }
 
-// scores = Q . K^T: 16 columns of the head dim a step, 32 bytes of a swizzled row.
-template <typename C>
+// scores = Q . K^T, or their part from the panels kFrom to kTo - 1: 16 columns of the head dim a
+// step, 32 bytes of a swizzled row.
+template <typename C, int kFrom, int kTo>
 __device__ __forceinline__ void IssueScores(float (&scores)[C::kScoreRegisters], uint32_t q_address,
                                             uint32_t k_address) {
   const uint32_t q = DescriptorLow(q_address, 0);
   const uint32_t k = DescriptorLow(k_address, 0);
 #pragma unroll
-  for (int step = 0; step < C::kHeadDim / 16; ++step) {
+  for (int step = 4 * kFrom; step < 4 * kTo; ++step) {
     const uint64_t q_step = Descriptor(q, step / 4 * C::kQPanelBytes + step % 4 * 32);
     const uint64_t k_step = Descriptor(k, step / 4 * C::kKvPanelBytes + step % 4 * 32);
     ptx::wgmma_ss<typename C::Element>(scores, q_step, k_step, step > 0);
   }
-  ptx::wgmma_commit_group();
 }
 
 // out += P . V: 16 slots a step, 2048 bytes of a panel.
@@ -113,12 +113,17 @@ __device__ __forceinline__ void ConsumeTiles(SharedStorage<C>& shared, const Ten
   RingPlace<C::kKvStages> ring;
 
   for (TileOrder<C> order(params.tiles); !order.Done(); order.Next()) {
-    // Written: by TMA (Q) and the producer warp (TileInfo, row limits).
-    ptx::mbarrier_wait_parity(&shared.q_full[order.QStage()], order.QParity());
     const Seat<C> seat = {shared, params, order.QStage(), order.InfoStage(), consumer};
-    const int32_t kv_tiles = __shfl_sync(~0u, seat.Tile().kv_tiles, 0);
-    const int32_t whole_tiles = __shfl_sync(~0u, seat.Tile().whole_tiles, 0);
+    int32_t kv_tiles = 0;
+    int32_t whole_tiles = 0;
+    auto read_info = [&] {
+      // Written: by the producer warp (TileInfo, row limits).
+      ptx::mbarrier_wait_parity(&shared.info_full[order.QStage()], order.QParity());
+      kv_tiles = __shfl_sync(~0u, seat.Tile().kv_tiles, 0);
+      whole_tiles = __shfl_sync(~0u, seat.Tile().whole_tiles, 0);
+    };
     const uint32_t q_address = q_base + order.QStage() * C::kQBytes;
+    if constexpr (!C::kStartsEarly) read_info();
     if constexpr (C::kFloatQuery) ConvertQuery<C>(seat, shared.q[order.QStage()]);
 
     RowState rows;
@@ -131,12 +136,30 @@ __device__ __forceinline__ void ConsumeTiles(SharedStorage<C>& shared, const Ten
     // Written: by TMA, or for V of a masked tile by the inspectors.
     auto wait_for_kv = [&] { ptx::mbarrier_wait_parity(&shared.kv_full[ring.stage], ring.parity); };
 
-    // First tile: its largest scores set the rows' shifts.
-    wait_for_kv();
+    // First tile: its largest scores set the rows' shifts. Written: by TMA, all three.
+    if constexpr (C::kFirstPanels > 0) {
+      ptx::mbarrier_wait_parity(&shared.first_full[order.QStage()], order.QParity());
+    } else {
+      wait_for_kv();
+    }
+    if constexpr (!C::kFloatQuery && C::kConsumers > 1) {
+      // Consumer 0's own is with K0; at D = 256 it waits too, for want of registers for the branch.
+      if (!C::kStartsEarly || consumer > 0) {
+        ptx::mbarrier_wait_parity(&shared.q_full[order.QStage()], order.QParity());
+      }
+    }
     turns.Wait();
     ptx::wgmma_fence();
-    IssueScores<C>(scores, q_address, kv_base + ring.stage * C::kKvBytes);
+    const uint32_t k0_address = kv_base + ring.stage * C::kKvBytes;
+    if constexpr (C::kFirstPanels > 0) {
+      IssueScores<C, 0, C::kFirstPanels>(scores, q_address, k0_address);
+      wait_for_kv();
+      ptx::wgmma_fence();
+    }
+    IssueScores<C, C::kFirstPanels, C::kPanels>(scores, q_address, k0_address);
+    ptx::wgmma_commit_group();
     turns.Pass();
+    if constexpr (C::kStartsEarly) read_info();
     if (C::kQStages > 1 && order.HasPrevious()) {
       if constexpr (C::kStoresThroughShared) WaitForStore();  // of the tile before: long done
       FreeQStage<C>(shared, order.PreviousQStage());
@@ -156,7 +179,8 @@ __device__ __forceinline__ void ConsumeTiles(SharedStorage<C>& shared, const Ten
       const uint32_t k_stage = ring.stage;
       turns.Wait();
       ptx::wgmma_fence();
-      IssueScores<C>(scores, q_address, kv_base + k_stage * C::kKvBytes);
+      IssueScores<C, 0, C::kPanels>(scores, q_address, kv_base + k_stage * C::kKvBytes);
+      ptx::wgmma_commit_group();
       ring.Advance();
       wait_for_kv();
       const uint32_t v_stage = ring.stage;
@@ -199,11 +223,13 @@ __device__ __forceinline__ void ConsumeTiles(SharedStorage<C>& shared, const Ten
     wait_for_kv();
     ptx::wgmma_fence();
     IssueOutput<C>(out, probs, kv_base + ring.stage * C::kKvBytes);
+    float inverse[2];
+    FinishSums<C>(seat, rows, inverse);  // under the last product
     ptx::wgmma_wait_group<0>();
     ptx::pin_registers(out);
     FreeKvStage<C>(shared, ring.stage);
     ring.Advance();
-    FinishTile<C>(shared, seat, maps.out, rows, out);
+    FinishTile<C>(shared, seat, maps.out, inverse, out);
     if constexpr (C::kQStages == 1 && C::kStoresThroughShared) {
       WaitForStore();
       FreeQStage<C>(shared, 0);

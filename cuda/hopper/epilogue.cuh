@@ -16,27 +16,38 @@ namespace jax_fa::cuda::hopper {
 
 namespace cptx = ::cuda::ptx;
 
-// Divides the output by its rows' sums, and writes the log-sum-exp where it is wanted.
+// What a thread's two rows of the output are to be multiplied by, which is one over their sums, and
+// their log-sum-exp, which it writes where it is wanted.
 template <typename C>
-__device__ __forceinline__ void FinishRows(const Seat<C>& seat, const RowState& rows,
-                                           float (&out)[C::kOutRegisters]) {
+__device__ __forceinline__ void FinishSums(const Seat<C>& seat, const RowState& rows,
+                                           float (&inverse)[2]) {
   const KernelParams& params = seat.params;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const bool empty = seat.Visible()[8 * r] == 0;
     const float total = QuadSum(rows.sum[r]);
     // Scores of -inf alone: out stays 0, and lse is -inf by itself.
-    const float inverse = total == 0.0f ? 0.0f : __frcp_rn(total);
+    inverse[r] = total == 0.0f ? 0.0f : __frcp_rn(total);
     const int row = seat.Row() + 8 * r;
     if (params.lse != nullptr && threadIdx.x % 4 == 0 && seat.Tile().q_start + row < params.q_len) {
       const float log2_sum = __fsub_rn(ptx::log2_approx(total), rows.negative_shift[r]);
       params.lse[seat.GlobalRow(row)] = empty ? -INFINITY : __fmul_rn(log2_sum, 0.693147181f);
     }
+  }
+}
+
+// Divides the output by its rows' sums.
+template <typename C>
+__device__ __forceinline__ void FinishRows(const Seat<C>& seat, const float (&inverse)[2],
+                                           float (&out)[C::kOutRegisters]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const bool empty = seat.Visible()[8 * r] == 0;
 #pragma unroll
     for (int i = 0; i < C::kOutRegisters / 2; ++i) {
       float& value = out[i / 2 * 4 + 2 * r + i % 2];
       // + 0: a zero that masked slots left negative would tell of the row's neighbours.
-      value = __fmaf_rn(value, inverse, 0.0f);
+      value = __fmaf_rn(value, inverse[r], 0.0f);
     }
     if (__any_sync(~0u, empty)) {
 #pragma unroll
@@ -156,12 +167,12 @@ __device__ __forceinline__ void StoreFromRegisters(const Seat<C>& seat,
 // A query tile with all its products done.
 template <typename C>
 __device__ __forceinline__ void FinishTile(SharedStorage<C>& shared, const Seat<C>& seat,
-                                           const CUtensorMap& out_map, const RowState& rows,
+                                           const CUtensorMap& out_map, const float (&inverse)[2],
                                            float (&out)[C::kOutRegisters]) {
   if (seat.Tile().poisoned != 0) {
     AddUnfiniteSlots<C>(seat, seat.Tile().whole_tiles * C::kTileKV, out);
   }
-  FinishRows<C>(seat, rows, out);
+  FinishRows<C>(seat, inverse, out);
   if constexpr (C::kFloatQuery) {
     StoreFloatRows<C>(seat, out);
   } else if constexpr (C::kStoresThroughShared) {

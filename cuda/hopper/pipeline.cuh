@@ -91,8 +91,21 @@ struct RingPlace {
   }
 };
 
-// Named barriers; 0 is __syncthreads.
-enum NamedBarrier : int { kTurnBarrier = 1, kWarpgroupBarrier = 5, kInspectorBarrier = 9 };
+// Named barriers.
+enum NamedBarrier : int {
+  kStartBarrier = 0,
+  kTurnBarrier = 1,
+  kWarpgroupBarrier = 5,
+  kInspectorBarrier = 9
+};
+
+// Written: the mbarriers, by an inspector; no role may use one before. Consumers also wait here for
+// the producer warp to have found its first tile: their instructions, fetched at the same time,
+// would delay its own.
+template <typename C>
+__device__ __forceinline__ void WaitForStart() {
+  ptx::barrier_sync_unaligned(kStartBarrier, C::kThreads);  // two places call this
+}
 
 // The turns of two or more consumers: a warpgroup issues the products of a step only after the one
 // before it has issued its own, so that the softmax of one runs under the products of another.

@@ -21,7 +21,9 @@ __device__ __forceinline__ void InitBarriers(SharedStorage<C>& shared) {
   constexpr int kConsumerWarps = C::kConsumerThreads / 32;
   constexpr int kInspectorThreads = 32 * C::kInspectorWarps;
   for (int i = 0; i < C::kQStages; ++i) {
-    cptx::mbarrier_init(&shared.q_full[i], 32);  // each lane has written row limits
+    cptx::mbarrier_init(&shared.first_full[i], 1);
+    cptx::mbarrier_init(&shared.q_full[i], 1);
+    cptx::mbarrier_init(&shared.info_full[i], 32);  // each lane has written row limits
     cptx::mbarrier_init(&shared.q_free[i], C::kConsumerThreads + kInspectorThreads);
   }
   for (int i = 0; i < C::kKvStages; ++i) {
@@ -34,8 +36,7 @@ __device__ __forceinline__ void InitBarriers(SharedStorage<C>& shared) {
   cptx::fence_proxy_async(cptx::space_shared);
 }
 
-// The first copy would otherwise wait for its descriptor from device memory. By another warp than
-// the one that makes the barriers, so that the two overlap.
+// The first copy would otherwise wait for its descriptor from device memory.
 template <typename C>
 __device__ __forceinline__ void PrefetchTensorMaps(const TensorMaps& maps) {
   if constexpr (!C::kFloatQuery) ptx::prefetch_tensormap(&maps.q);
@@ -49,22 +50,25 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
                   const __grid_constant__ KernelParams params) {
   extern __shared__ __align__(1024) uint8_t s_bytes[];
   auto& shared = *reinterpret_cast<SharedStorage<C>*>(s_bytes);
-  if (threadIdx.x == 0) InitBarriers<C>(shared);
-  if (threadIdx.x == 32) PrefetchTensorMaps<C>(maps);
-  // Every role waits on barriers that thread 0 has made.
-  __syncthreads();
-
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-  if (warp < kWarpgroup / 32) {
-    ptx::setmaxnreg_dec<C::kProducerRegisters>();
-    if (warp == 0) {
-      ProduceTiles<C>(shared, maps, params);
-    } else {
-      InspectTiles<C>(shared, params);
-    }
+  if (warp < kWarpgroup / 32) ptx::setmaxnreg_dec<C::kProducerRegisters>();
+  // By inspectors, who have nothing else to do yet.
+  if (warp == 1 && ptx::elect_sync()) InitBarriers<C>(shared);
+  if (warp == 2 && ptx::elect_sync()) PrefetchTensorMaps<C>(maps);
+  TilePositions<C> first_positions;
+  if (warp == 0) {
+    first_positions = LoadFirstTileStart<C>(shared, maps, params);
   } else {
+    WaitForStart<C>();
+  }
+
+  if (warp >= kWarpgroup / 32) {
     ptx::setmaxnreg_inc<C::kConsumerRegisters>();
     ConsumeTiles<C>(shared, maps, params, warp / 4 - 1);
+  } else if (warp == 0) {
+    ProduceTiles<C>(shared, maps, params, first_positions);
+  } else {
+    InspectTiles<C>(shared, params);
   }
 }
 

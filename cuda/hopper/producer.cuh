@@ -28,6 +28,8 @@ __device__ __forceinline__ void LoadKvTile(SharedStorage<C>& shared, RingPlace<C
                                            uint64_t (&arrivals)[C::kKvStages]) {
   // Written: by the consumers' warps. Without it the copy overwrites a tile being multiplied.
   ptx::mbarrier_wait_parity(&shared.kv_free[ring.stage], ring.parity ^ 1);
+  // By thread 0, not by an elected one: ptxas then puts a loop around each copy, and copies so
+  // spaced are worth 0.5-2 % from 4k on (docs/hopper.md).
   if (threadIdx.x == 0) {
     uint64_t* full = &arrivals[ring.stage];
     cptx::mbarrier_arrive_expect_tx(cptx::sem_release, cptx::scope_cta, cptx::space_shared, full,
@@ -44,23 +46,106 @@ __device__ __forceinline__ void LoadKvTile(SharedStorage<C>& shared, RingPlace<C
   ring.Advance();
 }
 
-// Fills in what the tile's positions decide: the slots each row sees and the KV tiles to visit.
-// All lanes of the producer warp call it.
+// The positions of a query tile's rows: of rows lane, lane + 32, .. in each lane of the producer
+// warp, and -1, which sees nothing, past the last token.
+template <typename C>
+struct TilePositions {
+  int32_t of_row[C::kTileQ / 32];
+};
+
+template <typename C>
+__device__ __forceinline__ TilePositions<C> ReadPositions(const KernelParams& params,
+                                                          const TilePlace& place) {
+  const int32_t* positions = params.positions + static_cast<int64_t>(place.sequence) * params.q_len;
+  TilePositions<C> tile;
+#pragma unroll
+  for (int i = 0; i < C::kTileQ / 32; ++i) {
+    const int32_t token = place.q_start + 32 * i + threadIdx.x % 32;
+    tile.of_row[i] = token < params.q_len ? positions[token] : -1;
+  }
+  return tile;
+}
+
+// The sequence of k and v that a tile reads, counted over their layers.
+__device__ __forceinline__ int32_t KvSequence(const KernelParams& params, const TilePlace& place) {
+  return CacheSequence(params.layer, params.layers, params.layer_batch, place.sequence);
+}
+
+// Loads what a query tile begins with, in the order in which it is used: the kFirstPanels of
+// consumer 0's Q and of K0, the other panels of both, the other consumers' Q. Slot 0 is visible to
+// every row that sees any, so K0 is wanted whatever the positions are.
+template <typename C>
+__device__ __forceinline__ void LoadTileStart(SharedStorage<C>& shared, uint32_t q_stage,
+                                              uint32_t kv_stage, const TensorMaps& maps,
+                                              const TilePlace& place, int32_t kv_sequence) {
+  if (!ptx::elect_sync()) return;
+  auto load_q = [&](int consumer, int panel, uint64_t* full) {
+    const int32_t coordinates[4] = {panel * kSwizzleColumns, place.q_start + 64 * consumer,
+                                    place.q_head, place.sequence};
+    uint8_t* to = &shared.q[q_stage][panel * C::kQPanelBytes + consumer * kConsumerPanelBytes];
+    cptx::cp_async_bulk_tensor(cptx::space_cluster, cptx::space_global, to, &maps.q, coordinates,
+                               full);
+  };
+  auto load_panels = [&](int from, int to, uint64_t* full) {
+    constexpr int kBytes = C::kKvPanelBytes + (C::kFloatQuery ? 0 : kConsumerPanelBytes);
+    cptx::mbarrier_arrive_expect_tx(cptx::sem_release, cptx::scope_cta, cptx::space_shared, full,
+                                    (to - from) * kBytes);
+#pragma unroll
+    for (int panel = from; panel < to; ++panel) {
+      if constexpr (!C::kFloatQuery) load_q(0, panel, full);
+      const int32_t coordinates[4] = {panel * kSwizzleColumns, 0, place.kv_head, kv_sequence};
+      cptx::cp_async_bulk_tensor(cptx::space_cluster, cptx::space_global,
+                                 &shared.kv[kv_stage][panel * C::kKvPanelBytes], &maps.k,
+                                 coordinates, full);
+    }
+  };
+  if constexpr (C::kFirstPanels > 0) load_panels(0, C::kFirstPanels, &shared.first_full[q_stage]);
+  load_panels(C::kFirstPanels, C::kPanels, &shared.kv_full[kv_stage]);
+  if constexpr (!C::kFloatQuery && C::kConsumers > 1) {
+    uint64_t* full = &shared.q_full[q_stage];
+    cptx::mbarrier_arrive_expect_tx(cptx::sem_release, cptx::scope_cta, cptx::space_shared, full,
+                                    (C::kConsumers - 1) * C::kPanels * kConsumerPanelBytes);
+#pragma unroll
+    for (int consumer = 1; consumer < C::kConsumers; ++consumer) {
+#pragma unroll
+      for (int panel = 0; panel < C::kPanels; ++panel) load_q(consumer, panel, full);
+    }
+  }
+}
+
+// The start of the block's first tile, for which every stage is free, and its positions. At the
+// very start of the kernel: the block waits for these loads, and they for each instruction and
+// parameter that has to come from L2 before them.
+template <typename C>
+__device__ __forceinline__ TilePositions<C> LoadFirstTileStart(SharedStorage<C>& shared,
+                                                               const TensorMaps& maps,
+                                                               const KernelParams& params) {
+  const TilePlace place = PlaceOfTile<C>(params, blockIdx.x);
+  const TilePositions<C> positions = ReadPositions<C>(params, place);
+  const int32_t kv_sequence = KvSequence(params, place);
+  WaitForStart<C>();
+  LoadTileStart<C>(shared, 0, 0, maps, place, kv_sequence);
+  return positions;
+}
+
+// What the tile's positions decide: the slots each row sees, which it stores, and the KV tiles to
+// visit. All lanes of the producer warp call it.
 template <typename C>
 __device__ __forceinline__ TileInfo DescribeTile(SharedStorage<C>& shared, uint32_t stage,
-                                                 const KernelParams& params, int32_t sequence,
-                                                 TileInfo info) {
-  const int lane = threadIdx.x % 32;
-  const int32_t* positions = params.positions + static_cast<int64_t>(sequence) * params.q_len;
+                                                 const KernelParams& params, const TilePlace& place,
+                                                 int32_t kv_sequence,
+                                                 const TilePositions<C>& positions) {
+  TileInfo info;
+  info.q_start = place.q_start;
+  info.q_head = place.q_head;
+  info.kv_sequence = kv_sequence;
+  info.poisoned = 0;
   int32_t most = 0;
   int32_t least = params.kv_len;
 #pragma unroll
   for (int i = 0; i < C::kTileQ / 32; ++i) {
-    const int row = i * 32 + lane;
-    const int32_t token = info.q_start + row;
-    const int32_t visible =
-        token < params.q_len ? VisibleSlots(positions[token], params.kv_len) : 0;
-    shared.visible[stage][row] = visible;
+    const int32_t visible = VisibleSlots(positions.of_row[i], params.kv_len);
+    shared.visible[stage][32 * i + threadIdx.x % 32] = visible;
     // Empty rows bound nothing: their output is zero whatever they compute.
     most = max(most, visible);
     if (visible > 0) least = min(least, visible);
@@ -68,6 +153,10 @@ __device__ __forceinline__ TileInfo DescribeTile(SharedStorage<C>& shared, uint3
   info.kv_end = __reduce_max_sync(~0u, most);
   info.kv_tiles = max((info.kv_end + C::kTileKV - 1) / C::kTileKV, 1);
   info.whole_tiles = min(__reduce_min_sync(~0u, least) / C::kTileKV, info.kv_tiles);
+  if (threadIdx.x == 0) {
+    shared.tile[stage] = info;
+    shared.q_sequence[stage] = place.sequence;
+  }
   return info;
 }
 
@@ -75,51 +164,34 @@ __device__ __forceinline__ TileInfo DescribeTile(SharedStorage<C>& shared, uint3
 // consumers use them, so that one ring serves both K and V.
 template <typename C>
 __device__ __forceinline__ void ProduceTiles(SharedStorage<C>& shared, const TensorMaps& maps,
-                                             const KernelParams& params) {
+                                             const KernelParams& params,
+                                             TilePositions<C> positions) {
   RingPlace<C::kKvStages> ring;
   for (TileOrder<C> order(params.tiles); !order.Done(); order.Next()) {
     const TilePlace place = PlaceOfTile<C>(params, order.Index());
-    TileInfo info;
-    info.kv_sequence =
-        CacheSequence(params.layer, params.layers, params.layer_batch, place.sequence);
-    info.q_head = place.q_head;
-    info.q_start = place.q_start;
-    info.poisoned = 0;
-    const int32_t kv_head = place.kv_head;
-    uint64_t* q_full = &shared.q_full[order.QStage()];
-
-    // Written: by every thread that reads this stage's Q, TileInfo or row limits, or stores from
-    // it.
-    ptx::mbarrier_wait_parity(&shared.q_free[order.QStage()], order.QParity() ^ 1);
-    if (!C::kFloatQuery && threadIdx.x == 0) {
-      cptx::mbarrier_expect_tx(cptx::sem_relaxed, cptx::scope_cta, cptx::space_shared, q_full,
-                               C::kQBytes);
-#pragma unroll
-      for (int panel = 0; panel < C::kPanels; ++panel) {
-        const int32_t coordinates[4] = {panel * kSwizzleColumns, info.q_start, info.q_head,
-                                        place.sequence};
-        cptx::cp_async_bulk_tensor(cptx::space_cluster, cptx::space_global,
-                                   &shared.q[order.QStage()][panel * C::kQPanelBytes], &maps.q,
-                                   coordinates, q_full);
-      }
+    const int32_t kv_sequence = KvSequence(params, place);
+    if (order.HasPrevious()) {
+      positions = ReadPositions<C>(params, place);
+      // Written: by every thread that reads this stage's Q, TileInfo or row limits, or stores from
+      // it.
+      ptx::mbarrier_wait_parity(&shared.q_free[order.QStage()], order.QParity() ^ 1);
+      // Written: by the consumers' warps. Without it the copy overwrites a tile being multiplied.
+      ptx::mbarrier_wait_parity(&shared.kv_free[ring.stage], ring.parity ^ 1);
+      LoadTileStart<C>(shared, order.QStage(), ring.stage, maps, place, kv_sequence);
     }
-    // Slot 0 is visible to every row that sees any, so K0 is wanted before the positions are known.
-    LoadKvTile<C>(shared, ring, maps.k, {0, kv_head, info.kv_sequence}, shared.kv_full);
-    info = DescribeTile<C>(shared, order.InfoStage(), params, place.sequence, info);
-    if (threadIdx.x == 0) {
-      shared.tile[order.InfoStage()] = info;
-      shared.q_sequence[order.InfoStage()] = place.sequence;
-    }
-    ptx::mbarrier_arrive(q_full);  // each lane for what it wrote
+    ring.Advance();
+    const TileInfo info =
+        DescribeTile<C>(shared, order.InfoStage(), params, place, kv_sequence, positions);
+    ptx::mbarrier_arrive(&shared.info_full[order.QStage()]);  // each lane for what it wrote
 
     for (int32_t tile = 0; tile < info.kv_tiles; ++tile) {
       const int32_t slot = tile * C::kTileKV;
       if (tile + 1 < info.kv_tiles) {
-        LoadKvTile<C>(shared, ring, maps.k, {slot + C::kTileKV, kv_head, info.kv_sequence},
+        LoadKvTile<C>(shared, ring, maps.k, {slot + C::kTileKV, place.kv_head, kv_sequence},
                       shared.kv_full);
       }
       // A masked tile's V goes to the inspectors, who pass it on.
-      LoadKvTile<C>(shared, ring, maps.v, {slot, kv_head, info.kv_sequence},
+      LoadKvTile<C>(shared, ring, maps.v, {slot, place.kv_head, kv_sequence},
                     tile < info.whole_tiles ? shared.kv_full : shared.v_raw);
     }
   }
@@ -175,8 +247,8 @@ __device__ __forceinline__ void InspectTiles(SharedStorage<C>& shared, const Ker
   uint32_t loaded = 0;    // KV tiles before this query tile's, K and V
   uint32_t parities = 0;  // bit s: parity of the next V tile to inspect in stage s
   for (TileOrder<C> order(params.tiles); !order.Done(); order.Next()) {
-    // Written: by TMA (Q) and the producer warp.
-    ptx::mbarrier_wait_parity(&shared.q_full[order.QStage()], order.QParity());
+    // Written: by the producer warp.
+    ptx::mbarrier_wait_parity(&shared.info_full[order.QStage()], order.QParity());
     TileInfo& shared_info = shared.tile[order.InfoStage()];
     const TileInfo info = shared_info;
     ptx::mbarrier_arrive(&shared.q_free[order.QStage()]);

@@ -1,5 +1,6 @@
-// Warp and warpgroup instructions without a home in CCCL's cuda::ptx: register budgets, named
-// barriers, the waiting form of an mbarrier test, stmatrix, exp2. One instruction per function.
+// Warp and warpgroup instructions without a home in CCCL's cuda::ptx: election, register budgets,
+// named barriers, the waiting form of an mbarrier test, stmatrix, exp2. One instruction per
+// function.
 
 #ifndef JAX_FA_CUDA_PTX_WARP_CUH_
 #define JAX_FA_CUDA_PTX_WARP_CUH_
@@ -7,6 +8,22 @@
 #include <cstdint>
 
 namespace jax_fa::cuda::ptx {
+
+// True in one lane of the warp, whose lanes must all be here. ptxas knows that it is one, and need
+// not see to it by a loop around each TMA instruction. PTX ISA, "elect.sync".
+__device__ __forceinline__ bool elect_sync() {
+  uint32_t elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred elected;\n"
+      "elect.sync _|elected, 0xffffffff;\n"
+      "selp.b32 %0, 1, 0, elected;\n"
+      "}"
+      : "=r"(elected)
+      :
+      : "memory");
+  return elected != 0;
+}
 
 // Raises the registers of each thread of this warpgroup to kCount, waiting until the block's pool
 // has them. The pool is what the launch allocated: a sum over it waits for ever.
@@ -22,10 +39,17 @@ __device__ __forceinline__ void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
-// Waits at named barrier `id` until `threads` threads have arrived, this one among them.
-// PTX ISA, "barrier.cta", form .sync.
+// Waits at named barrier `id` until `threads` threads have arrived, this one among them. All that
+// wait at it at a time do so by the same instruction of the program. PTX ISA, "barrier.cta", form
+// .sync.aligned.
 __device__ __forceinline__ void barrier_sync(int id, int threads) {
   asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// barrier_sync for warps that come to the barrier by different instructions. PTX ISA,
+// "barrier.cta", form .sync without .aligned.
+__device__ __forceinline__ void barrier_sync_unaligned(int id, int threads) {
+  asm volatile("barrier.cta.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // barrier_sync that also tells each thread whether any of them said `condition`.
