@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_fa import checks, stacks
+from jax_fa import checks, partitioning, stacks
 
 
 def update_kv_cache(
@@ -20,8 +20,8 @@ def update_kv_cache(
     bfloat16 cache needs jax 0.11 or newer for that). With T > 1 it takes an int32 ``[B, S]``, to
     find slots that are named twice. Caches stacked over layers belong in the *carry* of a
     ``lax.scan``, whole, with ``layer`` telling which one to write to; then nothing is copied
-    either. (Scanned over as ``xs``, all layers are.) On several devices it takes ``jit`` with
-    automatic axes and ``shard_map``; under explicit axes, wrap it in ``jax.sharding.auto_axes``.
+    either. (Scanned over as ``xs``, all layers are.) Caches split over devices stay as they are
+    split, under ``jit``, explicit axes and ``shard_map``; by batch and heads, nothing is moved.
 
     Args:
       k_cache: ``[B, S, Hk, D]`` or ``[S, Hk, D]``; float16 or bfloat16. With ``layer``,
@@ -55,7 +55,8 @@ def update_kv_cache(
     if stacked:
         layers = k_cache.shape[0]
         at = (stacks.clamped(checks.as_layer(layer, layers), layers),)
-    return _scatter_rows((k_cache, v_cache), (k, v), positions, at)
+    caches = (k_cache, v_cache)
+    return partitioning.left_to_xla(_scatter_rows, caches)(caches, (k, v), positions, at)
 
 
 def _scatter_rows(

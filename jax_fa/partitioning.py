@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -17,6 +17,8 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_fa.split import Axes, Call, Kind, Layout, Split, plan
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -198,6 +200,18 @@ def over_explicit_axes(
         in_specs=tuple(specs),
         out_specs=split.specs(signature.results),
     )(*moved)
+
+
+def left_to_xla(function: _Function, like: Sequence[jax.Array]) -> _Function:
+    """``function``, split by XLA where types tell how; its result i is split as ``like[i]`` is."""
+    kinds = [jax.typeof(x).sharding for x in like]
+    mesh = kinds[0].mesh
+    told = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = tuple(axis for axis, type_ in told if type_ == AxisType.Explicit)
+    if not explicit:
+        return function
+    split: _Function = jax.sharding.auto_axes(function, axes=explicit, out_sharding=tuple(kinds))
+    return split
 
 
 def in_shard_map() -> bool:

@@ -11,6 +11,7 @@ from bounds import assert_same_bits
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from split import (
+    AUTO,
     COLLECTIVE,
     DEVICES,
     EXPLICIT,
@@ -142,15 +143,16 @@ def test_a_scan_over_donated_split_stacks_moves_and_copies_nothing(by, tokens):
     assert COLLECTIVE.search(run.as_text()) is None
 
 
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 @pytest.mark.parametrize("layer", [None, 1])
 @pytest.mark.parametrize("by", ["batch", "heads"])
-def test_rows_are_written_without_moving_anything(by, layer):
+def test_rows_are_written_without_moving_anything(by, layer, kind):
     rows = {"batch": P("x"), "heads": P(None, None, "x")}[by]
     _, k, v, positions = arrays(8, 4)
     new = [jnp.sin(jnp.arange(4.0 * 16 * 4 * 64)).reshape(4, 16, 4, 64) + i for i in range(2)]
     caches, cache = ((k, v), rows) if layer is None else ((stacks(k, k, v, 0)[1:3]), P(None, *rows))
     operands = (*caches, *new, positions)
-    split = put(operands, grid(), (cache, cache, rows, rows, P(*rows[:1])))
+    split = put(operands, grid(kind), (cache, cache, rows, rows, P(*rows[:1])))
 
     def update(*operands):
         return update_kv_cache(*operands, layer=layer)
@@ -158,6 +160,34 @@ def test_rows_are_written_without_moving_anything(by, layer):
     compiled, (new_k, _) = same_as_on_one_device(update, operands, split)
     assert compiled.moved() == []
     assert new_k.sharding.is_equivalent_to(split[0].sharding, new_k.ndim)
+    assert jax.typeof(new_k).sharding.spec == jax.typeof(split[0]).sharding.spec
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_explicit_axes_of_rows_that_are_written(tokens):
+    """Inside a shard_map over one of them, under vmap, of whole rows, and by slots."""
+    _, k, v, positions = arrays(8, 4, q_len=tokens, kv_len=32)
+    new = jnp.cos(jnp.arange(4.0 * tokens * 4 * 64)).reshape(4, tokens, 4, 64)
+    on, operands = grid(EXPLICIT), (k, v, new, 2 * new, positions)
+    want = update_kv_cache(*operands)
+    both = P("x", None, "y")
+    local = jax.shard_map(
+        update_kv_cache, mesh=on, in_specs=P("x"), out_specs=P("x"), axis_names={"x"}
+    )
+    twice = [jnp.stack([x, x]) for x in operands]
+    mapped = (P(None, *both),) * 4 + (P(None, "x"),)
+    for update, given, specs, of_one in (
+        (local, operands, (both,) * 4 + (P("x"),), lambda x: x),
+        (jax.vmap(update_kv_cache), twice, mapped, lambda x: x[1]),
+        (update_kv_cache, operands, (both, both, WHOLE, WHOLE, WHOLE), lambda x: x),
+        (update_kv_cache, operands, (P(None, "x"), P(None, "x"), WHOLE, WHOLE, WHOLE), lambda x: x),
+    ):
+        split = put(given, on, specs)
+        with jax.set_mesh(on):
+            results = jax.jit(update)(*split)
+        for got, w, cache in zip(results, want, split, strict=False):
+            assert_same_bits(of_one(np.asarray(got)), w)
+            assert got.sharding.is_equivalent_to(cache.sharding, got.ndim)
 
 
 def test_slots_of_stacks_spread_over_devices():
