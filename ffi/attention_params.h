@@ -84,7 +84,7 @@ template <typename Int>
 __host__ __device__
 #endif
     constexpr Int CacheSequence(const int32_t* layer, Int layers, Int layer_batch, Int b) {
-  if (__builtin_expect(layer == nullptr, 1)) return b;
+  if (layer == nullptr) return b;
   const Int wanted = *layer;
   const Int chosen = wanted < 0 ? 0 : (wanted < layers ? wanted : layers - 1);
   return b + (b / layer_batch * (layers - 1) + chosen) * layer_batch;

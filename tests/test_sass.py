@@ -48,7 +48,7 @@ def test_hopper_main_loops_keep_descriptors_in_uniform_registers(kernels):
 
 
 def test_hopper_producers_use_no_register_that_they_have_given_away(kernels):
-    """Their code is what lies before the consumers take registers, the kernel's start included."""
+    """Their code lies before the consumers take registers, but for retries of their waits."""
     for kernel in kernels:
         if "hopper" not in kernel.name:
             continue

@@ -13,9 +13,10 @@
 
 namespace jax_fa::cuda::hopper {
 
-constexpr int kWarpgroup = 128;                // threads
-constexpr int kSwizzleColumns = 64;            // 16-bit columns in a 128-byte swizzled row
-constexpr int kConsumerPanelBytes = 64 * 128;  // a consumer's 64 rows of a panel
+constexpr int kWarpgroup = 128;      // threads
+constexpr int kSwizzleColumns = 64;  // 16-bit columns in a 128-byte swizzled row
+constexpr int kConsumerRows = 64;    // query rows of a consumer warpgroup
+constexpr int kConsumerPanelBytes = kConsumerRows * 2 * kSwizzleColumns;
 
 // What may be tuned; docs/hopper.md has what each choice gained. A row's bits depend on kTileKV
 // alone, so that is one value per (element, head dim) on the chunk-invariant path.
@@ -75,7 +76,7 @@ struct Config : Tuning {
   static constexpr bool kFloatQuery = std::is_same_v<Query, float>;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kPanels = kHeadDim / kSwizzleColumns;  // 64-column panels of a tile
-  static constexpr int kTileQ = 64 * Tuning::kConsumers;
+  static constexpr int kTileQ = kConsumerRows * Tuning::kConsumers;
   static constexpr int kConsumerThreads = kWarpgroup * Tuning::kConsumers;
   static constexpr int kThreads = kWarpgroup + kConsumerThreads;
 
@@ -94,9 +95,9 @@ struct Config : Tuning {
   static constexpr int kQBytes = kQPanelBytes * kPanels;
   static constexpr int kKvBytes = kKvPanelBytes * kPanels;
 
-  // The first scores are multiplied before the tile is described, and in kFirstPanels before the
-  // other panels have arrived. A float32 Q is found by the description; at D = 256 there are no
-  // registers to spare.
+  // The first scores are multiplied before the tile is described, and their first kFirstPanels
+  // panels before the others have arrived. A float32 Q is found by the description; at D = 256
+  // there are no registers to spare.
   static constexpr bool kStartsEarly = !kFloatQuery && kHeadDim <= 128;
   static constexpr int kFirstPanels = kStartsEarly ? kPanels / 2 : 0;
 
@@ -133,8 +134,8 @@ struct alignas(1024) SharedStorage {
   int32_t visible[2][C::kTileQ];  // slots each row sees; 0: an empty row
   // Of a query tile: the kFirstPanels of consumer 0's Q and of K0, whose other panels arrive at
   // K0's kv_full; the other consumers' Q; TileInfo and row limits.
-  uint64_t first_full[C::kQStages];
-  uint64_t q_full[C::kQStages];
+  uint64_t first_panels_full[C::kQStages];
+  uint64_t other_q_full[C::kQStages];
   uint64_t info_full[C::kQStages];
   uint64_t q_free[C::kQStages];
   uint64_t kv_full[C::kKvStages];
@@ -175,7 +176,7 @@ struct KernelParams {
 };
 
 struct TensorMaps {
-  CUtensorMap q;  // box [64 columns, 64 tokens]: a consumer's rows
+  CUtensorMap q;  // box [64 columns, kConsumerRows tokens]
   CUtensorMap k;  // box [64 columns, kTileKV slots]
   CUtensorMap v;
   CUtensorMap out;  // box [64 columns, 16 tokens]: a warp's rows

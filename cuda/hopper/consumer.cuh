@@ -66,8 +66,8 @@ template <typename C>
 __device__ __forceinline__ void ConvertQuery(const Seat<C>& seat, uint8_t* q_tile) {
   const KernelParams& params = seat.params;
   constexpr int kRowChunks = C::kHeadDim / 8;
-  for (int i = threadIdx.x % kWarpgroup; i < 64 * kRowChunks; i += kWarpgroup) {
-    const int row = 64 * seat.consumer + i / kRowChunks;
+  for (int i = threadIdx.x % kWarpgroup; i < kConsumerRows * kRowChunks; i += kWarpgroup) {
+    const int row = kConsumerRows * seat.consumer + i / kRowChunks;
     const int chunk = i % kRowChunks;
     float values[8] = {};
     if (seat.Tile().q_start + row < params.q_len && 8 * chunk < params.head_dim) {
@@ -108,7 +108,7 @@ __device__ __forceinline__ void ConsumeTiles(SharedStorage<C>& shared, const Ten
   // Broadcast, as kv_tiles and whole_tiles below, so that the compiler takes what follows from them
   // for uniform: descriptors then stay in uniform registers.
   const uint32_t tiles_base = __shfl_sync(~0u, SharedAddress(&shared), 0);
-  const uint32_t q_base = tiles_base + 64 * 2 * kSwizzleColumns * consumer;
+  const uint32_t q_base = tiles_base + kConsumerPanelBytes * consumer;
   const uint32_t kv_base = tiles_base + static_cast<uint32_t>(offsetof(SharedStorage<C>, kv));
   RingPlace<C::kKvStages> ring;
 
@@ -136,16 +136,17 @@ __device__ __forceinline__ void ConsumeTiles(SharedStorage<C>& shared, const Ten
     // Written: by TMA, or for V of a masked tile by the inspectors.
     auto wait_for_kv = [&] { ptx::mbarrier_wait_parity(&shared.kv_full[ring.stage], ring.parity); };
 
-    // First tile: its largest scores set the rows' shifts. Written: by TMA, all three.
+    // First tile: its largest scores set the rows' shifts. Written, by TMA: the first panels of K0
+    // and of consumer 0's Q, or all of both; the other consumers' Q, for which they wait alone (at
+    // D = 256 consumer 0 does too, for want of registers for the branch).
     if constexpr (C::kFirstPanels > 0) {
-      ptx::mbarrier_wait_parity(&shared.first_full[order.QStage()], order.QParity());
+      ptx::mbarrier_wait_parity(&shared.first_panels_full[order.QStage()], order.QParity());
     } else {
       wait_for_kv();
     }
     if constexpr (!C::kFloatQuery && C::kConsumers > 1) {
-      // Consumer 0's own is with K0; at D = 256 it waits too, for want of registers for the branch.
       if (!C::kStartsEarly || consumer > 0) {
-        ptx::mbarrier_wait_parity(&shared.q_full[order.QStage()], order.QParity());
+        ptx::mbarrier_wait_parity(&shared.other_q_full[order.QStage()], order.QParity());
       }
     }
     turns.Wait();
@@ -153,8 +154,8 @@ __device__ __forceinline__ void ConsumeTiles(SharedStorage<C>& shared, const Ten
     const uint32_t k0_address = kv_base + ring.stage * C::kKvBytes;
     if constexpr (C::kFirstPanels > 0) {
       IssueScores<C, 0, C::kFirstPanels>(scores, q_address, k0_address);
-      wait_for_kv();
-      ptx::wgmma_fence();
+      wait_for_kv();       // the other panels
+      ptx::wgmma_fence();  // ptxas would put one here itself, and warn
     }
     IssueScores<C, C::kFirstPanels, C::kPanels>(scores, q_address, k0_address);
     ptx::wgmma_commit_group();

@@ -16,8 +16,8 @@ namespace jax_fa::cuda::hopper {
 
 namespace cptx = ::cuda::ptx;
 
-// What a thread's two rows of the output are to be multiplied by, which is one over their sums, and
-// their log-sum-exp, which it writes where it is wanted.
+// inverse: one over the sums of a thread's two rows, 0 for a sum of 0. Writes the rows' log-sum-exp
+// where it is wanted.
 template <typename C>
 __device__ __forceinline__ void FinishSums(const Seat<C>& seat, const RowState& rows,
                                            float (&inverse)[2]) {
@@ -36,7 +36,7 @@ __device__ __forceinline__ void FinishSums(const Seat<C>& seat, const RowState& 
   }
 }
 
-// Divides the output by its rows' sums.
+// Divides the output by its rows' sums, and makes empty rows exact zeros.
 template <typename C>
 __device__ __forceinline__ void FinishRows(const Seat<C>& seat, const float (&inverse)[2],
                                            float (&out)[C::kOutRegisters]) {
@@ -87,7 +87,7 @@ __device__ __forceinline__ void StoreThroughShared(const Seat<C>& seat, const CU
                                                    uint8_t* q_tile,
                                                    const float (&out)[C::kOutRegisters]) {
   const int lane = threadIdx.x % 32;
-  const int warp_row = 64 * seat.consumer + threadIdx.x % kWarpgroup / 32 * 16;
+  const int warp_row = kConsumerRows * seat.consumer + threadIdx.x % kWarpgroup / 32 * 16;
   uint32_t packed[C::kOutRegisters / 2];
   PackWeights<typename C::Element>(out, packed);
   // The other warps' wgmma of this tile may still read the warpgroup's Q rows.

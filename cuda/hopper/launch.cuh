@@ -55,7 +55,7 @@ cudaError_t MakeTensorMaps(const AttentionParams& params, TensorMaps* maps) {
   if (error != cudaSuccess) return error;
   error = EncodeTensorMap(empty ? params.q : params.v, cache, type, C::kTileKV, &maps->v);
   if (error != cudaSuccess || C::kFloatQuery) return error;
-  error = EncodeTensorMap(params.q, rows, type, 64, &maps->q);
+  error = EncodeTensorMap(params.q, rows, type, kConsumerRows, &maps->q);
   if (error != cudaSuccess) return error;
   return EncodeTensorMap(params.out, rows, type, 16, &maps->out);
 }

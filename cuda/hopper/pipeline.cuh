@@ -8,6 +8,7 @@
 
 #include "cuda/hopper/config.cuh"
 #include "cuda/ptx/warp.cuh"
+#include "ffi/attention_params.h"
 
 namespace jax_fa::cuda::hopper {
 
@@ -47,7 +48,8 @@ struct TilePlace {
   int32_t sequence;
   int32_t q_head;
   int32_t kv_head;
-  int32_t q_start;  // first token
+  int32_t q_start;      // first token
+  int32_t kv_sequence;  // in k and v, counted over their layers
 };
 
 // Tile `index` of the launch. Heads are worked on in sections, whose K and V stay in L2, and within
@@ -69,6 +71,8 @@ __device__ __forceinline__ TilePlace PlaceOfTile(const KernelParams& params, int
   place.q_head = head - place.sequence * params.heads_of_sequence.value;
   place.kv_head = params.group.Quotient(place.q_head);
   place.q_start = q_tile * C::kTileQ;
+  place.kv_sequence =
+      CacheSequence(params.layer, params.layers, params.layer_batch, place.sequence);
   return place;
 }
 
@@ -91,21 +95,8 @@ struct RingPlace {
   }
 };
 
-// Named barriers.
-enum NamedBarrier : int {
-  kStartBarrier = 0,
-  kTurnBarrier = 1,
-  kWarpgroupBarrier = 5,
-  kInspectorBarrier = 9
-};
-
-// Written: the mbarriers, by an inspector; no role may use one before. Consumers also wait here for
-// the producer warp to have found its first tile: their instructions, fetched at the same time,
-// would delay its own.
-template <typename C>
-__device__ __forceinline__ void WaitForStart() {
-  ptx::barrier_sync_unaligned(kStartBarrier, C::kThreads);  // two places call this
-}
+// Named barriers; 0 is __syncthreads.
+enum NamedBarrier : int { kTurnBarrier = 1, kWarpgroupBarrier = 5, kInspectorBarrier = 9 };
 
 // The turns of two or more consumers: a warpgroup issues the products of a step only after the one
 // before it has issued its own, so that the softmax of one runs under the products of another.

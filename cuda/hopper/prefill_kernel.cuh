@@ -21,8 +21,8 @@ __device__ __forceinline__ void InitBarriers(SharedStorage<C>& shared) {
   constexpr int kConsumerWarps = C::kConsumerThreads / 32;
   constexpr int kInspectorThreads = 32 * C::kInspectorWarps;
   for (int i = 0; i < C::kQStages; ++i) {
-    cptx::mbarrier_init(&shared.first_full[i], 1);
-    cptx::mbarrier_init(&shared.q_full[i], 1);
+    cptx::mbarrier_init(&shared.first_panels_full[i], 1);
+    cptx::mbarrier_init(&shared.other_q_full[i], 1);
     cptx::mbarrier_init(&shared.info_full[i], 32);  // each lane has written row limits
     cptx::mbarrier_init(&shared.q_free[i], C::kConsumerThreads + kInspectorThreads);
   }
@@ -55,12 +55,19 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   // By inspectors, who have nothing else to do yet.
   if (warp == 1 && ptx::elect_sync()) InitBarriers<C>(shared);
   if (warp == 2 && ptx::elect_sync()) PrefetchTensorMaps<C>(maps);
+  // The block waits for its first loads, and they for each instruction and parameter that has to
+  // come from L2 before them: so they are here, in one straight piece. There is a first tile, since
+  // the grid has no more blocks than there are tiles.
+  TilePlace first;
   TilePositions<C> first_positions;
   if (warp == 0) {
-    first_positions = LoadFirstTileStart<C>(shared, maps, params);
-  } else {
-    WaitForStart<C>();
+    first = PlaceOfTile<C>(params, blockIdx.x);
+    first_positions = ReadPositions<C>(params, first);
   }
+  // Written: the mbarriers, by warp 1; no role may use one before. That consumers wait for warp 0
+  // too keeps their instructions from being fetched before its own.
+  __syncthreads();
+  if (warp == 0) LoadTileStart<C>(shared, 0, 0, maps, first);
 
   if (warp >= kWarpgroup / 32) {
     ptx::setmaxnreg_inc<C::kConsumerRegisters>();

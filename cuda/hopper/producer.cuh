@@ -28,8 +28,8 @@ __device__ __forceinline__ void LoadKvTile(SharedStorage<C>& shared, RingPlace<C
                                            uint64_t (&arrivals)[C::kKvStages]) {
   // Written: by the consumers' warps. Without it the copy overwrites a tile being multiplied.
   ptx::mbarrier_wait_parity(&shared.kv_free[ring.stage], ring.parity ^ 1);
-  // By thread 0, not by an elected one: ptxas then puts a loop around each copy, and copies so
-  // spaced are worth 0.5-2 % from 4k on (docs/hopper.md).
+  // By thread 0: ptxas does not know that it is one lane, and loops around each copy. Copies so
+  // spaced gain 1-2 % from 4k on (docs/hopper.md).
   if (threadIdx.x == 0) {
     uint64_t* full = &arrivals[ring.stage];
     cptx::mbarrier_arrive_expect_tx(cptx::sem_release, cptx::scope_cta, cptx::space_shared, full,
@@ -66,22 +66,19 @@ __device__ __forceinline__ TilePositions<C> ReadPositions(const KernelParams& pa
   return tile;
 }
 
-// The sequence of k and v that a tile reads, counted over their layers.
-__device__ __forceinline__ int32_t KvSequence(const KernelParams& params, const TilePlace& place) {
-  return CacheSequence(params.layer, params.layers, params.layer_batch, place.sequence);
-}
-
 // Loads what a query tile begins with, in the order in which it is used: the kFirstPanels of
 // consumer 0's Q and of K0, the other panels of both, the other consumers' Q. Slot 0 is visible to
-// every row that sees any, so K0 is wanted whatever the positions are.
+// every row that sees any, so K0 is wanted whatever the positions are. All lanes of the producer
+// warp call it; one loads.
 template <typename C>
 __device__ __forceinline__ void LoadTileStart(SharedStorage<C>& shared, uint32_t q_stage,
                                               uint32_t kv_stage, const TensorMaps& maps,
-                                              const TilePlace& place, int32_t kv_sequence) {
+                                              const TilePlace& place) {
   if (!ptx::elect_sync()) return;
   auto load_q = [&](int consumer, int panel, uint64_t* full) {
-    const int32_t coordinates[4] = {panel * kSwizzleColumns, place.q_start + 64 * consumer,
-                                    place.q_head, place.sequence};
+    const int32_t coordinates[4] = {panel * kSwizzleColumns,
+                                    place.q_start + kConsumerRows * consumer, place.q_head,
+                                    place.sequence};
     uint8_t* to = &shared.q[q_stage][panel * C::kQPanelBytes + consumer * kConsumerPanelBytes];
     cptx::cp_async_bulk_tensor(cptx::space_cluster, cptx::space_global, to, &maps.q, coordinates,
                                full);
@@ -93,16 +90,18 @@ __device__ __forceinline__ void LoadTileStart(SharedStorage<C>& shared, uint32_t
 #pragma unroll
     for (int panel = from; panel < to; ++panel) {
       if constexpr (!C::kFloatQuery) load_q(0, panel, full);
-      const int32_t coordinates[4] = {panel * kSwizzleColumns, 0, place.kv_head, kv_sequence};
+      const int32_t coordinates[4] = {panel * kSwizzleColumns, 0, place.kv_head, place.kv_sequence};
       cptx::cp_async_bulk_tensor(cptx::space_cluster, cptx::space_global,
                                  &shared.kv[kv_stage][panel * C::kKvPanelBytes], &maps.k,
                                  coordinates, full);
     }
   };
-  if constexpr (C::kFirstPanels > 0) load_panels(0, C::kFirstPanels, &shared.first_full[q_stage]);
+  if constexpr (C::kFirstPanels > 0) {
+    load_panels(0, C::kFirstPanels, &shared.first_panels_full[q_stage]);
+  }
   load_panels(C::kFirstPanels, C::kPanels, &shared.kv_full[kv_stage]);
   if constexpr (!C::kFloatQuery && C::kConsumers > 1) {
-    uint64_t* full = &shared.q_full[q_stage];
+    uint64_t* full = &shared.other_q_full[q_stage];
     cptx::mbarrier_arrive_expect_tx(cptx::sem_release, cptx::scope_cta, cptx::space_shared, full,
                                     (C::kConsumers - 1) * C::kPanels * kConsumerPanelBytes);
 #pragma unroll
@@ -113,32 +112,16 @@ __device__ __forceinline__ void LoadTileStart(SharedStorage<C>& shared, uint32_t
   }
 }
 
-// The start of the block's first tile, for which every stage is free, and its positions. At the
-// very start of the kernel: the block waits for these loads, and they for each instruction and
-// parameter that has to come from L2 before them.
-template <typename C>
-__device__ __forceinline__ TilePositions<C> LoadFirstTileStart(SharedStorage<C>& shared,
-                                                               const TensorMaps& maps,
-                                                               const KernelParams& params) {
-  const TilePlace place = PlaceOfTile<C>(params, blockIdx.x);
-  const TilePositions<C> positions = ReadPositions<C>(params, place);
-  const int32_t kv_sequence = KvSequence(params, place);
-  WaitForStart<C>();
-  LoadTileStart<C>(shared, 0, 0, maps, place, kv_sequence);
-  return positions;
-}
-
 // What the tile's positions decide: the slots each row sees, which it stores, and the KV tiles to
 // visit. All lanes of the producer warp call it.
 template <typename C>
 __device__ __forceinline__ TileInfo DescribeTile(SharedStorage<C>& shared, uint32_t stage,
                                                  const KernelParams& params, const TilePlace& place,
-                                                 int32_t kv_sequence,
                                                  const TilePositions<C>& positions) {
   TileInfo info;
   info.q_start = place.q_start;
   info.q_head = place.q_head;
-  info.kv_sequence = kv_sequence;
+  info.kv_sequence = place.kv_sequence;
   info.poisoned = 0;
   int32_t most = 0;
   int32_t least = params.kv_len;
@@ -160,8 +143,9 @@ __device__ __forceinline__ TileInfo DescribeTile(SharedStorage<C>& shared, uint3
   return info;
 }
 
-// Order of the loads of a query tile: Q K0 K1 V0 K2 V1 .. V(n-1), which is the order in which the
-// consumers use them, so that one ring serves both K and V.
+// Order of the loads of a query tile: Q and K0 (LoadTileStart), K1 V0 K2 V1 .. V(n-1), which is the
+// order in which the consumers use them, so that one ring serves both K and V. Of the block's first
+// tile, the kernel has read the positions and loaded Q and K0.
 template <typename C>
 __device__ __forceinline__ void ProduceTiles(SharedStorage<C>& shared, const TensorMaps& maps,
                                              const KernelParams& params,
@@ -169,29 +153,27 @@ __device__ __forceinline__ void ProduceTiles(SharedStorage<C>& shared, const Ten
   RingPlace<C::kKvStages> ring;
   for (TileOrder<C> order(params.tiles); !order.Done(); order.Next()) {
     const TilePlace place = PlaceOfTile<C>(params, order.Index());
-    const int32_t kv_sequence = KvSequence(params, place);
     if (order.HasPrevious()) {
       positions = ReadPositions<C>(params, place);
-      // Written: by every thread that reads this stage's Q, TileInfo or row limits, or stores from
-      // it.
+      // Written: by every thread that reads this stage's Q or stores from it, or reads the TileInfo
+      // and row limits of two tiles ago.
       ptx::mbarrier_wait_parity(&shared.q_free[order.QStage()], order.QParity() ^ 1);
       // Written: by the consumers' warps. Without it the copy overwrites a tile being multiplied.
       ptx::mbarrier_wait_parity(&shared.kv_free[ring.stage], ring.parity ^ 1);
-      LoadTileStart<C>(shared, order.QStage(), ring.stage, maps, place, kv_sequence);
+      LoadTileStart<C>(shared, order.QStage(), ring.stage, maps, place);
     }
     ring.Advance();
-    const TileInfo info =
-        DescribeTile<C>(shared, order.InfoStage(), params, place, kv_sequence, positions);
+    const TileInfo info = DescribeTile<C>(shared, order.InfoStage(), params, place, positions);
     ptx::mbarrier_arrive(&shared.info_full[order.QStage()]);  // each lane for what it wrote
 
     for (int32_t tile = 0; tile < info.kv_tiles; ++tile) {
       const int32_t slot = tile * C::kTileKV;
       if (tile + 1 < info.kv_tiles) {
-        LoadKvTile<C>(shared, ring, maps.k, {slot + C::kTileKV, place.kv_head, kv_sequence},
+        LoadKvTile<C>(shared, ring, maps.k, {slot + C::kTileKV, place.kv_head, place.kv_sequence},
                       shared.kv_full);
       }
       // A masked tile's V goes to the inspectors, who pass it on.
-      LoadKvTile<C>(shared, ring, maps.v, {slot, place.kv_head, kv_sequence},
+      LoadKvTile<C>(shared, ring, maps.v, {slot, place.kv_head, place.kv_sequence},
                     tile < info.whole_tiles ? shared.kv_full : shared.v_raw);
     }
   }

@@ -34,7 +34,7 @@ struct Seat {
   __device__ const TileInfo& Tile() const { return shared.tile[info_stage]; }
   // This thread's first row in the query tile; its second is 8 further.
   __device__ int Row() const {
-    return 64 * consumer + threadIdx.x % kWarpgroup / 32 * 16 + threadIdx.x % 32 / 4;
+    return kConsumerRows * consumer + threadIdx.x % kWarpgroup / 32 * 16 + threadIdx.x % 32 / 4;
   }
   // Slots that its rows see: [0] and [8].
   __device__ const int32_t* Visible() const { return &shared.visible[info_stage][Row()]; }

@@ -39,17 +39,11 @@ __device__ __forceinline__ void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
 }
 
-// Waits at named barrier `id` until `threads` threads have arrived, this one among them. All that
-// wait at it at a time do so by the same instruction of the program. PTX ISA, "barrier.cta", form
-// .sync.aligned.
+// Waits at named barrier `id` until `threads` threads have arrived, this one among them. Warps that
+// wait at the same time do so by the same instruction of the program, or synccheck takes them for
+// divergent. PTX ISA, "barrier.cta", form .sync.aligned.
 __device__ __forceinline__ void barrier_sync(int id, int threads) {
   asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-// barrier_sync for warps that come to the barrier by different instructions. PTX ISA,
-// "barrier.cta", form .sync without .aligned.
-__device__ __forceinline__ void barrier_sync_unaligned(int id, int threads) {
-  asm volatile("barrier.cta.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // barrier_sync that also tells each thread whether any of them said `condition`.
