@@ -56,7 +56,9 @@ def update_kv_cache(
         layers = k_cache.shape[0]
         at = (stacks.clamped(checks.as_layer(layer, layers), layers),)
     caches = (k_cache, v_cache)
-    return partitioning.left_to_xla(_scatter_rows, caches)(caches, (k, v), positions, at)
+    if k_cache.shape[-3] == 0:
+        return caches
+    return partitioning.write_over_explicit_axes(_scatter_rows, caches, (k, v), positions, at)
 
 
 def _scatter_rows(
@@ -70,8 +72,6 @@ def _scatter_rows(
     With the index of a layer in ``at``, into that layer of caches [L, B, S, Hk, D].
     """
     slots = caches[0].shape[-3]
-    if slots == 0:
-        return caches
     to_write = functools.partial(_slots_to_write, slots=slots)
     has_batch = positions.ndim == 2
     slot = jax.vmap(to_write)(positions) if has_batch else to_write(positions)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_fa.split import Axes, Call, Kind, Layout, Split, plan
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+Caches = tuple[jax.Array, jax.Array]
 
 
 @dataclass(frozen=True)
@@ -202,16 +202,41 @@ def over_explicit_axes(
     )(*moved)
 
 
-def left_to_xla(function: _Function, like: Sequence[jax.Array]) -> _Function:
-    """``function``, split by XLA where types tell how; its result i is split as ``like[i]`` is."""
-    kinds = [jax.typeof(x).sharding for x in like]
-    mesh = kinds[0].mesh
-    told = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    explicit = tuple(axis for axis, type_ in told if type_ == AxisType.Explicit)
-    if not explicit:
-        return function
-    split: _Function = jax.sharding.auto_axes(function, axes=explicit, out_sharding=tuple(kinds))
-    return split
+def write_over_explicit_axes(
+    write: Callable[..., Caches], caches: Caches, rows: Caches, positions: jax.Array, *rest: Any
+) -> Caches:
+    """``write(caches, rows, positions, *rest)`` where types say how arrays are split.
+
+    Caches stay where they are, whole where theirs says nothing, and rows go there. XLA splits the
+    writing itself.
+    """
+    kinds = [jax.typeof(x).sharding for x in (*caches, *rows, positions)]
+    meshes = (kind.mesh for kind in kinds)
+    mesh = next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
+    if mesh is None:
+        return write(caches, rows, positions, *rest)
+
+    def of_cache(kind: Any, ndim: int) -> list[Any]:
+        told = [] if kind.mesh.empty else list(kind.spec)
+        return [*told, *[None] * (ndim - len(told))]
+
+    def moved(x: jax.Array, spec: Sequence[Any]) -> jax.Array:
+        return jax.reshard(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    told = [of_cache(kind, x.ndim) for kind, x in zip(kinds, caches, strict=False)]
+    has_batch = positions.ndim == 2
+    batch = [entries[-4:-3] if has_batch else [] for entries in told]
+    k, v = (
+        moved(x, [*of_rows, None, *entries[-2:]])
+        for x, of_rows, entries in zip(rows, batch, told, strict=True)
+    )
+    positions = moved(positions, [*batch[0], None])
+    names = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return jax.sharding.auto_axes(
+        write,
+        axes=tuple(name for name, type_ in names if type_ == AxisType.Explicit),
+        out_sharding=tuple(NamedSharding(mesh, PartitionSpec(*entries)) for entries in told),
+    )(caches, (k, v), positions, *rest)
 
 
 def in_shard_map() -> bool:

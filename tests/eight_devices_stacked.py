@@ -163,13 +163,18 @@ def test_rows_are_written_without_moving_anything(by, layer, kind):
     assert jax.typeof(new_k).sharding.spec == jax.typeof(split[0]).sharding.spec
 
 
+def rows_to_write(**options):
+    """Caches, rows and positions, on one device, and what they give."""
+    _, k, v, positions = arrays(8, 4, kv_len=32, **options)
+    new = jnp.cos(jnp.arange(float(positions.size * 4 * 64))).reshape(*positions.shape, 4, 64)
+    operands = (k, v, new, 2 * new, positions)
+    return operands, update_kv_cache(*operands)
+
+
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_explicit_axes_of_rows_that_are_written(tokens):
-    """Inside a shard_map over one of them, under vmap, of whole rows, and by slots."""
-    _, k, v, positions = arrays(8, 4, q_len=tokens, kv_len=32)
-    new = jnp.cos(jnp.arange(4.0 * tokens * 4 * 64)).reshape(4, tokens, 4, 64)
-    on, operands = grid(EXPLICIT), (k, v, new, 2 * new, positions)
-    want = update_kv_cache(*operands)
+    """Inside a shard_map over one of them, and under vmap."""
+    on, (operands, want) = grid(EXPLICIT), rows_to_write(q_len=tokens)
     both = P("x", None, "y")
     local = jax.shard_map(
         update_kv_cache, mesh=on, in_specs=P("x"), out_specs=P("x"), axis_names={"x"}
@@ -179,15 +184,40 @@ def test_explicit_axes_of_rows_that_are_written(tokens):
     for update, given, specs, of_one in (
         (local, operands, (both,) * 4 + (P("x"),), lambda x: x),
         (jax.vmap(update_kv_cache), twice, mapped, lambda x: x[1]),
-        (update_kv_cache, operands, (both, both, WHOLE, WHOLE, WHOLE), lambda x: x),
-        (update_kv_cache, operands, (P(None, "x"), P(None, "x"), WHOLE, WHOLE, WHOLE), lambda x: x),
     ):
         split = put(given, on, specs)
-        with jax.set_mesh(on):
-            results = jax.jit(update)(*split)
-        for got, w, cache in zip(results, want, split, strict=False):
+        results = jax.jit(update)(*split)
+        for got, w in zip(results, want, strict=True):
             assert_same_bits(of_one(np.asarray(got)), w)
-            assert got.sharding.is_equivalent_to(cache.sharding, got.ndim)
+            assert got.sharding.is_equivalent_to(split[0].sharding, got.ndim)
+
+
+SPLIT_APART = {  # k_cache, v_cache (None: of no mesh), rows, positions
+    "whole_rows": (P("x", None, "y"), P("x", None, "y"), WHOLE, WHOLE),
+    "slots": (P(None, "x"), P(None, "x"), WHOLE, WHOLE),
+    "tokens": (P("x"), P("x"), P(None, "x"), P(None, "x")),
+    "head_dim": (P(None, "y", None, "x"), P(None, None, None, "x"), P(None, None, None, XY), WHOLE),
+    "k_and_v_apart": (P("x"), P(None, None, "x"), P("y"), P("y")),
+    "no_caches": (None, None, P("x", None, "y"), P("x")),
+    "no_k_cache": (None, P("x", None, "y"), P("x"), P("x")),
+    "no_v_cache": (P("x", None, "y"), None, P("x"), P("x")),
+}
+
+
+@pytest.mark.parametrize("jit", [True, False])
+@pytest.mark.parametrize("name", SPLIT_APART)
+def test_explicit_axes_of_caches_and_rows_that_are_split_apart(name, jit):
+    k_split, v_split, rows, positions = SPLIT_APART[name]
+    operands, want = rows_to_write(q_len=8)
+    specs = (k_split, v_split, rows, rows, positions)
+    operands = [
+        x if spec is None else put([x], grid(EXPLICIT), [spec])[0]
+        for x, spec in zip(operands, specs, strict=True)
+    ]
+    results = (jax.jit(update_kv_cache) if jit else update_kv_cache)(*operands)
+    for got, w, spec in zip(results, want, specs, strict=False):
+        assert_same_bits(got, w)
+        assert jax.typeof(got).sharding.spec == P(*(spec or ()), *[None] * (4 - len(spec or ())))
 
 
 def test_slots_of_stacks_spread_over_devices():
