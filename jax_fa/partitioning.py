@@ -1,7 +1,8 @@
 """How JAX has a call split over devices: what its partitioners ask, and axes in the arrays' types.
 
 ``partitioned`` answers XLA's partitioners, ``over_explicit_axes`` reads the types; both carry out
-the plan of split.py. Inside ``shard_map`` everything is local already.
+the plan of split.py. Inside ``shard_map`` everything is local already. Writing into caches needs no
+plan: ``write_over_explicit_axes`` only says where things are.
 """
 
 from __future__ import annotations
@@ -216,27 +217,24 @@ def write_over_explicit_axes(
     if mesh is None:
         return write(caches, rows, positions, *rest)
 
-    def of_cache(kind: Any, ndim: int) -> list[Any]:
-        told = [] if kind.mesh.empty else list(kind.spec)
-        return [*told, *[None] * (ndim - len(told))]
-
     def moved(x: jax.Array, spec: Sequence[Any]) -> jax.Array:
         return jax.reshard(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
-    told = [of_cache(kind, x.ndim) for kind, x in zip(kinds, caches, strict=False)]
-    has_batch = positions.ndim == 2
-    batch = [entries[-4:-3] if has_batch else [] for entries in told]
-    k, v = (
-        moved(x, [*of_rows, None, *entries[-2:]])
-        for x, of_rows, entries in zip(rows, batch, told, strict=True)
-    )
-    positions = moved(positions, [*batch[0], None])
+    def of_rows(of_cache: Sequence[Any]) -> list[Any]:
+        return [*(of_cache[-4:-3] if positions.ndim == 2 else ()), None]
+
+    told = [
+        [None] * x.ndim if kind.mesh.empty else list(kind.spec)
+        for kind, x in zip(kinds, caches, strict=False)
+    ]
+    k, v = (moved(x, [*of_rows(s), *s[-2:]]) for x, s in zip(rows, told, strict=True))
+    at = moved(positions, of_rows(told[0]))
     names = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return jax.sharding.auto_axes(
         write,
         axes=tuple(name for name, type_ in names if type_ == AxisType.Explicit),
-        out_sharding=tuple(NamedSharding(mesh, PartitionSpec(*entries)) for entries in told),
-    )(caches, (k, v), positions, *rest)
+        out_sharding=tuple(NamedSharding(mesh, PartitionSpec(*s)) for s in told),
+    )(caches, (k, v), at, *rest)
 
 
 def in_shard_map() -> bool:
