@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
+from serving import is_meant_to_serve
 
 import jax_fa
 
@@ -27,7 +28,9 @@ def pytest_report_header():
 
 @pytest.fixture
 def attention(kernel):
-    """prefill_attention by one kernel; a case that the kernel refuses by design is skipped.
+    """prefill_attention by one kernel; a case that it is not meant to serve is skipped.
+
+    A refusal of any other case fails, or a kernel that refused everything would pass.
 
     The output's memory is likely to hold NaN before the call: an array of its size, full of NaN, is
     freed just before. (The native tests and the harness poison it for certain.)
@@ -36,8 +39,10 @@ def attention(kernel):
     def call(q, k, v, positions, **options):
         asked = {name: options[name] for name in ("scale", "layer") if name in options}
         answer = jax_fa.explain(q, k, v, positions, implementation=kernel, **asked)
-        if answer.kernel is None:
-            pytest.skip(f"{kernel} does not serve this call: {answer.refusals[kernel]}")
+        if not is_meant_to_serve(kernel, q.shape[-1], options.get("scale")):
+            reason = answer.refusals[kernel]
+            pytest.skip(f"{kernel} does not serve this call: {reason}; the other kernels run this")
+        assert answer.kernel == kernel, answer
         if not isinstance(q, jax.core.Tracer):
             poison = jnp.full(q.shape, jnp.nan, q.dtype).block_until_ready()
             del poison

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from cases import Case
 from scripts import run_script
+from serving import is_meant_to_serve
 
 import jax_fa
 from jax_fa import explain
@@ -68,6 +69,23 @@ def test_the_cuda_table_answers_by_capability_without_a_gpu():
     assert native.refusal("naive", problem, 70) != "", "no code is built for sm_70"
     problem.q_dtype = problem.kv_dtype = native.DType.bfloat16
     assert native.refusal("portable", problem, 75) != "", "wmma has no bfloat16 on sm_75"
+
+
+@pytest.mark.parametrize("name", ["naive", "portable", "hopper"])
+def test_the_cuda_table_refuses_what_it_is_not_meant_to_serve_and_nothing_else(name):
+    native = jax_fa.native.load()
+    if "90a" not in (native.cuda_architectures or ""):
+        pytest.skip("this build has no code for Hopper; a build with CUDA and 90a-real runs this")
+    problem = jax_fa.dispatch._problem(
+        jax_fa.checks.check_call(*Case("table", head_dim=8, q_len=4).arrays())
+    )
+    for head_dim in range(1, 300):
+        for scale in (0.1, 7.0, 0.0, -0.1):
+            problem.head_dim, problem.scale = head_dim, scale
+            refusal = native.refusal(name, problem, 90)
+            assert (refusal == "") == is_meant_to_serve(name, head_dim, scale), (
+                f"head_dim {head_dim}, scale {scale}: {refusal!r}"
+            )
 
 
 def test_import_and_explain_work_with_no_gpu_visible():
