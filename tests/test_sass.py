@@ -47,6 +47,15 @@ def test_hopper_main_loops_keep_descriptors_in_uniform_registers(kernels):
             assert loop["R2UR"] == 0, f"{kernel.name}: {loop['R2UR']} R2UR in the main loop"
 
 
+def test_hopper_main_loops_wait_in_no_branch(kernels):
+    """A wait for products is the whole warpgroup's. In a branch it would be that of the warps that
+    take it, which PTX leaves undefined (wgmma.wait_group)."""
+    for kernel in kernels:
+        if "hopper" in kernel.name:
+            fences_and_waits = kernel.main_loop("HGMMA", "MUFU.EX2")["WARPGROUP"]
+            assert fences_and_waits == 4, f"{kernel.name}: two of each are straight-line code"
+
+
 def test_hopper_producers_use_no_register_that_they_have_given_away(kernels):
     """Their code lies before the consumers take registers, but for retries of their waits."""
     for kernel in kernels:

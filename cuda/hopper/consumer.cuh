@@ -175,6 +175,11 @@ __device__ __forceinline__ void ConsumeTiles(SharedStorage<C>& shared, const Ten
 
     // Step `tile`: the scores of this tile and the output of the one before are multiplied while
     // the other warpgroup does its exponentials, and the other way round.
+    //
+    // A raised shift reaches the output a step later: what is raised is known under P.V, which
+    // writes the output, and a wait for it must be the whole warpgroup's, not a raising warp's.
+    bool raised = false;
+    float factor[2] = {1.0f, 1.0f};
     for (int32_t tile = 1; tile < kv_tiles; ++tile) {
       wait_for_kv();
       const uint32_t k_stage = ring.stage;
@@ -183,6 +188,7 @@ __device__ __forceinline__ void ConsumeTiles(SharedStorage<C>& shared, const Ten
       IssueScores<C, 0, C::kPanels>(scores, q_address, kv_base + k_stage * C::kKvBytes);
       ptx::wgmma_commit_group();
       ring.Advance();
+      if (raised) ScaleOutput<C>(factor, out);
       wait_for_kv();
       const uint32_t v_stage = ring.stage;
       ring.Advance();
@@ -190,27 +196,23 @@ __device__ __forceinline__ void ConsumeTiles(SharedStorage<C>& shared, const Ten
       IssueOutput<C>(out, probs, kv_base + v_stage * C::kKvBytes);
       turns.Pass();
 
-      auto finish_output = [&] {
-        ptx::wgmma_wait_group<0>();
-        ptx::pin_registers(out);
-      };
       ptx::wgmma_wait_group<1>();
       ptx::pin_registers(scores);
       FreeKvStage<C>(shared, k_stage);
       if constexpr (!C::kSoftmaxUnderOutput) {
-        finish_output();
+        ptx::wgmma_wait_group<0>();
+        ptx::pin_registers(out);
         FreeKvStage<C>(shared, v_stage);
       }
       if (tile >= whole_tiles) MaskScores(scores, seat.Visible(), tile * C::kTileKV);
       float tile_sum[2] = {0.0f, 0.0f};
       Exponentiate(scores, rows, score_factor, tile_sum);
       // ptxas moves a wait up past arithmetic, but not past this branch, which needs all of it.
-      if (__any_sync(~0u, fmaxf(tile_sum[0], tile_sum[1]) > kRaiseAbove)) {
-        if constexpr (C::kSoftmaxUnderOutput) finish_output();
-        RaiseShifts<C>(seat, tile * C::kTileKV, rows, scores, tile_sum, out);
-      }
+      raised = __any_sync(~0u, fmaxf(tile_sum[0], tile_sum[1]) > kRaiseAbove);
+      if (raised) RaiseShifts<C>(seat, tile * C::kTileKV, rows, scores, tile_sum, factor);
       if constexpr (C::kSoftmaxUnderOutput) {
-        finish_output();
+        ptx::wgmma_wait_group<0>();
+        ptx::pin_registers(out);
         FreeKvStage<C>(shared, v_stage);
       }
       rows.sum[0] = __fadd_rn(rows.sum[0], tile_sum[0]);
@@ -221,6 +223,7 @@ __device__ __forceinline__ void ConsumeTiles(SharedStorage<C>& shared, const Ten
     // One Q stage: the next Q is loaded under this tile's last product and its end, unless the
     // output is to pass through the stage.
     if constexpr (C::kQStages == 1 && !C::kStoresThroughShared) FreeQStage<C>(shared, 0);
+    if (raised) ScaleOutput<C>(factor, out);
     wait_for_kv();
     ptx::wgmma_fence();
     IssueOutput<C>(out, probs, kv_base + ring.stage * C::kKvBytes);

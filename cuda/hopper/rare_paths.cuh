@@ -83,28 +83,29 @@ __device__ __forceinline__ float Score(const Seat<C>& seat, int row, int32_t slo
 }
 
 // Raises the shift of those rows whose weights of this tile (sum `tile_sum` in a lane) outgrew it,
-// and brings weights, sums and outputs to the new shift. Whole steps of the exponent: multiplying
-// by 2^-n is exact. Only weights past 2^127 are lost; their scores are then computed again.
+// and brings weights and sums to the new shift; `factor` is what is left to do to the rows' output.
+// Whole steps of the exponent: multiplying by 2^-n is exact. Only weights past 2^127 are lost;
+// their scores are then computed again.
 template <typename C>
 __device__ __forceinline__ void RaiseShifts(const Seat<C>& seat, int32_t first_slot, RowState& rows,
                                             float (&weights)[C::kScoreRegisters],
-                                            float (&tile_sum)[2], float (&out)[C::kOutRegisters]) {
+                                            float (&tile_sum)[2], float (&factor)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const bool raise = AnyInQuad(tile_sum[r] > kRaiseAbove);
     const float largest = RowMax(weights, r);
     const bool lost = raise && largest == INFINITY;
-    float factor = 1.0f;
+    factor[r] = 1.0f;
     if (raise && !lost) {
       const int steps = min(max((__float_as_int(largest) >> 23) - 127, 1), 126);
-      factor = __int_as_float((127 - steps) << 23);
+      factor[r] = __int_as_float((127 - steps) << 23);
       rows.negative_shift[r] = __fsub_rn(rows.negative_shift[r], static_cast<float>(steps));
 #pragma unroll
       for (int i = 0; i < C::kScoreRegisters / 2; ++i) {
         float& weight = weights[i / 2 * 4 + 2 * r + i % 2];
-        weight = __fmul_rn(weight, factor);
+        weight = __fmul_rn(weight, factor[r]);
       }
-      tile_sum[r] = __fmul_rn(tile_sum[r], factor);
+      tile_sum[r] = __fmul_rn(tile_sum[r], factor[r]);
     }
     if (__any_sync(~0u, lost)) {
       const int32_t limit = min(SlotLimit(seat.Visible()[8 * r]), seat.params.kv_len);
@@ -123,7 +124,7 @@ __device__ __forceinline__ void RaiseShifts(const Seat<C>& seat, int32_t first_s
       }
       const float raised = NegativeShift(QuadMax(top), seat.params.score_factor);
       if (lost) {
-        factor = ptx::exp2_approx(__fsub_rn(raised, rows.negative_shift[r]));
+        factor[r] = ptx::exp2_approx(__fsub_rn(raised, rows.negative_shift[r]));
         rows.negative_shift[r] = raised;
         tile_sum[r] = 0.0f;
 #pragma unroll
@@ -134,13 +135,16 @@ __device__ __forceinline__ void RaiseShifts(const Seat<C>& seat, int32_t first_s
         }
       }
     }
-    rows.sum[r] = __fmul_rn(rows.sum[r], factor);
-#pragma unroll
-    for (int i = 0; i < C::kOutRegisters / 2; ++i) {
-      float& value = out[i / 2 * 4 + 2 * r + i % 2];
-      value = __fmul_rn(value, factor);
-    }
+    rows.sum[r] = __fmul_rn(rows.sum[r], factor[r]);
   }
+}
+
+// Brings outputs to the shifts that RaiseShifts has raised.
+template <typename C>
+__device__ __forceinline__ void ScaleOutput(const float (&factor)[2],
+                                            float (&out)[C::kOutRegisters]) {
+#pragma unroll
+  for (int i = 0; i < C::kOutRegisters; ++i) out[i] = __fmul_rn(out[i], factor[i / 2 % 2]);
 }
 
 // Adds the elements of V that are not finite, of slots [first_slot, end), to the rows that see
