@@ -164,11 +164,28 @@ def test_many_tiles_over_a_cache_larger_than_l2(attention, kernel, chunk_invaria
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_c5_neighbouring_rows_change_no_bit(attention, head_dim):
     """Nor do neighbours with scores fifty times as large."""
-    q, k, v, positions = arrays(q_len=64, n_past=100, head_dim=head_dim)
+    q, k, v, positions = arrays(q_len=64, n_past=300, head_dim=head_dim)
     whole = attention(q, k, v, positions)
-    other = positions.at[:, 1::2].set(jnp.asarray([-1, 5, 130, 163] * 8))
+    other = positions.at[:, 1::2].set(jnp.asarray([-1, 5, 130, 363] * 8))
     moved = attention(q.at[:, 1::2].multiply(50.0), k, v, other)
     assert_same_bits(whole[:, ::2], moved[:, ::2])
+
+
+@pytest.mark.parametrize("q_dtype", ["float32", "float16"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_c5_rising_row_maxima_in_few_and_in_many_tiles(attention, head_dim, q_dtype):
+    """More tiles than a GPU holds at once, or few: other builds of a kernel, and a block's second
+    tile, whose rows' maxima rise by themselves."""
+    q, k, v, positions = arrays(
+        q_len=130, n_past=300, q_heads=160, kv_heads=160, head_dim=head_dim, q_dtype=q_dtype,
+        kv_dtype="float16",
+    )  # fmt: skip
+    ramp = jnp.linspace(0.01, 3, k.shape[1])[None, :, None, None]
+    q, k = jnp.abs(q), (jnp.abs(k) * ramp).astype(k.dtype)
+    whole = attention(q, k, v, positions)
+    for rows, heads in ((slice(0, 130), slice(150, 154)), (slice(60, 64), slice(0, 4))):
+        few = attention(q[:, rows, heads], k[:, :, heads], v[:, :, heads], positions[:, rows])
+        assert_same_bits(whole[:, rows, heads], few, f"rows {rows}, heads {heads}")
 
 
 def test_chunk_invariant_false_still_matches_the_reference(attention, kernel):
@@ -241,10 +258,13 @@ def test_more_than_32768_slots(attention, kernel):
     assert_within(out, want, output_bound(kernel, q, k, v, positions))
 
 
+@pytest.mark.parametrize("q_heads", [4, 160])  # fewer tiles than a GPU holds at once, and more
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_rising_and_falling_row_maxima(attention, kernel, head_dim):
+def test_rising_and_falling_row_maxima(attention, kernel, head_dim, q_heads):
     """Keys that grow (or shrink) along S make every tile (or none) raise the row maximum."""
-    q, k, v, positions = arrays(q_len=130, n_past=300, head_dim=head_dim)
+    q, k, v, positions = arrays(
+        q_len=130, n_past=300, q_heads=q_heads, kv_heads=2, head_dim=head_dim
+    )
     ramp = jnp.linspace(0.01, 3, k.shape[1])[None, :, None, None]
     for keys in (k * ramp, k * ramp[:, ::-1], jnp.abs(k) * ramp):
         keys = keys.astype(k.dtype)

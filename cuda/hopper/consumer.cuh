@@ -176,8 +176,8 @@ __device__ __forceinline__ void ConsumeTiles(SharedStorage<C>& shared, const Ten
     // Step `tile`: the scores of this tile and the output of the one before are multiplied while
     // the other warpgroup does its exponentials, and the other way round.
     //
-    // A raised shift reaches the output a step later: what is raised is known under P.V, which
-    // writes the output, and a wait for it must be the whole warpgroup's, not a raising warp's.
+    // A raised shift reaches the output a step later: what is raised is known while P.V may still
+    // write the output, and a wait for it must be the whole warpgroup's, not a raising warp's.
     bool raised = false;
     float factor[2] = {1.0f, 1.0f};
     for (int32_t tile = 1; tile < kv_tiles; ++tile) {
