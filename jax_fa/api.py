@@ -73,7 +73,8 @@ def prefill_attention(
       scale: Factor on q·k, a finite Python number; by default ``1 / sqrt(D)``.
       return_lse: Whether to return the log-sum-exp too.
       chunk_invariant: If True, a row's bits depend on that row and its cache alone, not on T, B,
-        the chunking or its neighbours. False lets a kernel choose its tiles for speed.
+        the chunking or its neighbours. False lets a kernel choose its tiles, and share out the
+        slots of few rows, for speed: a few tokens over a long cache are several times as fast.
       implementation: Name of the kernel to use, or None for the best one that serves the call;
         :func:`jax_fa.explain` lists them.
 

@@ -24,19 +24,21 @@ class Function:
     def count(self, opcode: str) -> int:
         return sum(op.split(".")[0] == opcode for _, op, _ in self.code)
 
-    def main_loop(self, *opcodes: str) -> Counter:
-        """Opcode counts of the shortest loop, by backward branch, that holds all ``opcodes``.
+    def main_loop(self, **least: int) -> Counter:
+        """Opcode counts of the shortest loop, by backward branch, with ``least`` of each opcode.
 
-        They may have suffixes, as in MUFU.EX2. Waits retry at the function's end and branch back
-        from there, which looks like a loop over all between: name what only the real one holds.
+        Waits retry at the function's end and branch back from there, which looks like a loop over
+        all between: ask for what only the real one holds.
         """
         bodies = []
         for address, op, operands in self.code:
             target = _TARGET.search(operands) if op.split(".")[0] == "BRA" else None
             if target and (start := int(target[1], 16)) < address:
-                body = [op for at, op, _ in self.code if start <= at <= address]
-                if all(any(f"{op}.".startswith(f"{x}.") for op in body) for x in opcodes):
-                    bodies.append(Counter(op.split(".")[0] for op in body))
+                body = Counter(
+                    op.split(".")[0] for at, op, _ in self.code if start <= at <= address
+                )
+                if all(body[opcode] >= count for opcode, count in least.items()):
+                    bodies.append(body)
         return min(bodies, key=Counter.total, default=Counter())
 
     def highest_register(self, end: int) -> int:

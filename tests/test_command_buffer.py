@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(
 
 SCRIPT = """
 import glob, os, pathlib, re, sys
-dump, kernel, stacked = {dump!r}, {kernel!r}, {stacked!r}
+dump, kernel, stacked, slots = {dump!r}, {kernel!r}, {stacked!r}, {slots!r}
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_gpu_graph_min_graph_size=1 --xla_dump_to=" + dump
 )
@@ -23,12 +23,13 @@ import jax, jax.numpy as jnp, numpy as np, jax_fa
 rng = np.random.default_rng(148)
 q = jnp.asarray(rng.standard_normal((2, 3, 4, 64)), jnp.float16)
 layers = (3,) if stacked else ()
-k, v = (jnp.asarray(rng.standard_normal((*layers, 2, 500, 2, 64)), jnp.float16) for _ in range(2))
+k, v = (jnp.asarray(rng.standard_normal((*layers, 2, slots, 2, 64)), jnp.float16) for _ in range(2))
 
 def three_calls(q, k, v, positions, layer):
     for _ in range(3):
         q = jax_fa.prefill_attention(
-            q, k, v, positions, layer=layer if stacked else None, implementation=kernel
+            q, k, v, positions, layer=layer if stacked else None, implementation=kernel,
+            chunk_invariant=slots < 1000,
         )
     return q
 
@@ -37,7 +38,7 @@ def captured(*operands):
     return three_calls(*operands)
 
 rows = np.arange(3, dtype=np.int32)
-starts = [0, 0], [400, 7], [497, 497], [-3, -3], [0, 0], [250, 63]
+starts = [0, 0], [400, 7], [slots - 3, slots - 3], [-3, -3], [0, 0], [250, 63]
 seen = set()
 for start, layer in zip(starts, (0, 2, 1, 0, 7, -1)):
     positions = jnp.asarray(np.asarray(start, np.int32)[:, None] + rows)
@@ -61,12 +62,17 @@ print("captured", len(inside))
 
 
 def test_c7_captured_calls_replay_with_other_positions(kernel, tmp_path):
-    script = SCRIPT.format(dump=str(tmp_path), kernel=kernel, stacked=False)
+    script = SCRIPT.format(dump=str(tmp_path), kernel=kernel, stacked=False, slots=500)
+    assert "captured" in run_script(script)
+
+
+def test_c7_captured_calls_that_may_split_the_slots_replay_too(kernel, tmp_path):
+    script = SCRIPT.format(dump=str(tmp_path), kernel=kernel, stacked=False, slots=3000)
     assert "captured" in run_script(script)
 
 
 def test_c7_captured_calls_of_stacked_caches_replay_with_another_layer(kernel, tmp_path):
-    script = SCRIPT.format(dump=str(tmp_path), kernel=kernel, stacked=True)
+    script = SCRIPT.format(dump=str(tmp_path), kernel=kernel, stacked=True, slots=500)
     assert "captured" in run_script(script)
 
 

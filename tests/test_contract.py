@@ -188,6 +188,26 @@ def test_c5_rising_row_maxima_in_few_and_in_many_tiles(attention, head_dim, q_dt
         assert_same_bits(whole[:, rows, heads], few, f"rows {rows}, heads {heads}")
 
 
+@pytest.mark.parametrize(("q_dtype", "kv_dtype"), DTYPES)
+@pytest.mark.parametrize(("head_dim", "group"), [(64, 7), (80, 4), (128, 4)])
+def test_c5_decoding_many_sequences_gives_the_bits_of_their_prompts(
+    attention, head_dim, group, q_dtype, kv_dtype
+):
+    """hopper then has all query heads of a kv head in one tile."""
+    batch = 40
+    q, k, v, positions = arrays(
+        batch=batch, q_len=40, n_past=260, q_heads=2 * group, head_dim=head_dim, q_dtype=q_dtype,
+        kv_dtype=kv_dtype, placement="staggered",
+    )  # fmt: skip
+    ramp = jnp.linspace(0.01, 3, k.shape[1])[None, :, None, None]
+    q, k = jnp.abs(q), (jnp.abs(k) * ramp).astype(k.dtype)  # maxima that rise
+    whole = attention(q, k, v, positions, return_lse=True)
+    for rows in (slice(0, 1), slice(33, 34), slice(31, 40)):
+        part = attention(q[:, rows], k, v, positions[:, rows], return_lse=True)
+        assert_same_bits(whole[0][:, rows], part[0], f"rows {rows}")
+        assert_same_bits(whole[1][:, rows], part[1], f"lse of rows {rows}")
+
+
 def test_chunk_invariant_false_still_matches_the_reference(attention, kernel):
     q, k, v, positions = arrays(batch=2, q_len=300, n_past=77, placement="anywhere", head_dim=128)
     out = attention(q, k, v, positions, chunk_invariant=False)

@@ -54,7 +54,14 @@ CELLS = {
     "m256_16k_f16": (1, 16384, 0, 8, 8, 256, "f16"),
     "m256_16k": (1, 16384, 0, 8, 8, 256, "bf16"),
     "c128_32k": (1, 128, 32640, 32, 8, 128, "bf16"),
+    "c64_32k": (1, 64, 32704, 32, 8, 128, "bf16"),
+    "c256_32k": (1, 256, 32512, 32, 8, 128, "bf16"),
+    "c128_2k": (1, 128, 1920, 32, 8, 128, "bf16"),
+    "c256_2k": (1, 256, 1792, 32, 8, 128, "bf16"),
+    "spec16_1k": (1, 16, 1008, 32, 8, 128, "bf16"),
+    "spec16_2k": (1, 16, 2032, 32, 8, 128, "bf16"),
     "spec16_32k": (1, 16, 32752, 32, 8, 128, "bf16"),
+    "dec16_8k": (16, 1, 8191, 32, 8, 128, "bf16"),
 }
 PER_ROUND = 4  # back-to-back runs of a contender in its turn
 
@@ -153,7 +160,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    kernels = {name: Kernel(args.folder / f"{name}.so") for name in args.names}
+    kernels = {
+        name: Kernel(args.folder / f"{name}.so", chunk_invariant="Split" not in VARIANTS[name].base)
+        for name in args.names
+    }
     results = {}
     for cell in args.cells.split(","):
         found = run_cell(cell, kernels, args.fa3, args.rounds)

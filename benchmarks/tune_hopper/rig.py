@@ -30,9 +30,10 @@ class Params(ctypes.Structure):
 
 
 class Kernel:
-    """A variant's library."""
+    """A variant's library; split variants share out slots only without chunk invariance."""
 
-    def __init__(self, library: Path):
+    def __init__(self, library: Path, chunk_invariant: bool = True):
+        self._chunk_invariant = chunk_invariant
         self._launch = ctypes.CDLL(str(library)).launch
         self._launch.argtypes = [ctypes.POINTER(Params), ctypes.c_void_p]
 
@@ -41,8 +42,8 @@ class Kernel:
         batch, q_len, q_heads, head_dim = q.shape
         params = Params(
             batch, q_len, k.shape[1], q_heads, k.shape[2], head_dim, 1, DTYPES[q.dtype],
-            DTYPES[k.dtype], scale or 1 / math.sqrt(head_dim), True, q.data_ptr(), k.data_ptr(),
-            v.data_ptr(), positions.data_ptr(), None, 0, out.data_ptr(),
+            DTYPES[k.dtype], scale or 1 / math.sqrt(head_dim), self._chunk_invariant,
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), positions.data_ptr(), None, 0, out.data_ptr(),
             lse.data_ptr() if lse is not None else None,
         )  # fmt: skip
 

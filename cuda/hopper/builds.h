@@ -12,7 +12,10 @@ namespace jax_fa::cuda::hopper {
 // Each serves every dtype, and head dims up to its own.
 cudaError_t LaunchHeadDim64(const AttentionParams& params, cudaStream_t stream);
 cudaError_t LaunchHeadDim128(const AttentionParams& params, cudaStream_t stream);
-// Other bits than LaunchHeadDim128: for callers who do without chunk invariance.
+// The same bits, unless the caller does without chunk invariance.
+cudaError_t LaunchHeadDim64Split(const AttentionParams& params, cudaStream_t stream);
+cudaError_t LaunchHeadDim128Split(const AttentionParams& params, cudaStream_t stream);
+// Other bits: for callers who do without.
 cudaError_t LaunchHeadDim128Wide(const AttentionParams& params, cudaStream_t stream);
 cudaError_t LaunchHeadDim256(const AttentionParams& params, cudaStream_t stream);
 

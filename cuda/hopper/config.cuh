@@ -30,6 +30,8 @@ struct Tuning128 {
   static constexpr bool kStagesOutput = true;
   // The softmax of a KV tile runs under the product P.V of the one before, not after it.
   static constexpr bool kSoftmaxUnderOutput = true;
+  // The KV tiles of a query tile are shared out over the blocks of a cluster; see split.cuh.
+  static constexpr bool kSplitsKv = false;
 };
 
 // Query tiles of 64 rows, two blocks on an SM: for few query rows.
@@ -38,6 +40,19 @@ struct Tuning128Small : Tuning128 {
   static constexpr int kKvStages = 3;
   static constexpr int kQStages = 1;
   static constexpr int kBlocksPerSm = 2;
+};
+
+// Tiles of all query heads of a KV head, whose KV tiles are split over a cluster of one or more.
+struct Tuning128Split : Tuning128 {
+  static constexpr int kQStages = 1;
+  static constexpr bool kStagesOutput = false;
+  static constexpr bool kSplitsKv = true;
+};
+
+// The same where a consumer's rows are enough.
+struct Tuning128SplitSmall : Tuning128Small {
+  static constexpr bool kStagesOutput = false;
+  static constexpr bool kSplitsKv = true;
 };
 
 // Half the products for the same exponentials: a third consumer hides more of them, and leaves no
@@ -57,6 +72,13 @@ struct Tuning128Wide : Tuning128 {
 
 struct Tuning64Small : Tuning128Small {
   static constexpr int kKvStages = 4;
+};
+
+struct Tuning64Split : Tuning128Split {};
+
+struct Tuning64SplitSmall : Tuning64Small {
+  static constexpr bool kStagesOutput = false;
+  static constexpr bool kSplitsKv = true;
 };
 
 // The output takes 128 registers a thread, and Q 64 KB: there is one stage, free for the next Q
@@ -97,8 +119,8 @@ struct Config : Tuning {
 
   // The first scores are multiplied before the tile is described, and their first kFirstPanels
   // panels before the others have arrived. A float32 Q is found by the description; at D = 256
-  // there are no registers to spare.
-  static constexpr bool kStartsEarly = !kFloatQuery && kHeadDim <= 128;
+  // there are no registers to spare. Where a block's share of the KV tiles begins is known by it.
+  static constexpr bool kStartsEarly = !kFloatQuery && kHeadDim <= 128 && !Tuning::kSplitsKv;
   static constexpr int kFirstPanels = kStartsEarly ? kPanels / 2 : 0;
 
   static constexpr bool kStoresThroughShared = Tuning::kStagesOutput && !kFloatQuery;
@@ -115,6 +137,7 @@ struct Config : Tuning {
 };
 
 // A query tile as its consumers need to know it, written by the producer but for the last word.
+// Slots are counted from the first of the block's share (SharedStorage::first_slot).
 struct TileInfo {
   int32_t q_start;  // first token
   int32_t q_head;
@@ -144,6 +167,7 @@ struct alignas(1024) SharedStorage {
   // The tile's sequence in q and out. Only the epilogue wants it; an eighth word in TileInfo would
   // change the addresses that the main loop computes.
   int32_t q_sequence[2];
+  int32_t first_slot;  // of the block's share of the KV tiles; written where they are split
 };
 
 // The launch's arguments beside its tensor maps.
@@ -152,7 +176,7 @@ struct KernelParams {
   const void* k;  // read by threads only in rare paths, as is v
   const void* v;
   const int32_t* positions;
-  void* out;  // written by threads only when it is float32
+  void* out;  // written by threads, not by TMA, when it is float32, and by some builds
   float* lse;
   int32_t q_len;
   int32_t kv_len;
@@ -166,20 +190,22 @@ struct KernelParams {
   Divisor section_tiles;
   Divisor section_heads;
   Divisor last_section_heads;  // it may have fewer
-  Divisor heads_of_sequence;   // query heads
+  Divisor heads_of_sequence;   // query heads; where KV tiles are split, KV heads
   Divisor group;               // query heads of a KV head
   float query_factor;          // a float32 q is multiplied by it before it is rounded
   float score_factor;          // scores * score_factor are logarithms to base 2 of the weights
   int32_t layers;              // as in AttentionParams, and so are the next two
   int32_t layer_batch;
   const int32_t* layer;
+  // Where KV tiles are split, a consumer's rows are `group` heads of box_tokens tokens each.
+  Divisor box_tokens;
 };
 
 struct TensorMaps {
-  CUtensorMap q;  // box [64 columns, kConsumerRows tokens]
+  CUtensorMap q;  // box [64 columns, kConsumerRows tokens], or all heads of box_tokens tokens
   CUtensorMap k;  // box [64 columns, kTileKV slots]
   CUtensorMap v;
-  CUtensorMap out;  // box [64 columns, 16 tokens]: a warp's rows
+  CUtensorMap out;  // box [64 columns, 16 tokens]: a warp's rows; not where KV tiles are split
 };
 
 }  // namespace jax_fa::cuda::hopper

@@ -11,6 +11,7 @@
 #include "cuda/hopper/pipeline.cuh"
 #include "cuda/hopper/rare_paths.cuh"
 #include "cuda/hopper/softmax.cuh"
+#include "cuda/hopper/split.cuh"
 #include "cuda/ptx/wgmma.cuh"
 
 namespace jax_fa::cuda::hopper {
@@ -70,7 +71,7 @@ __device__ __forceinline__ void ConvertQuery(const Seat<C>& seat, uint8_t* q_til
     const int row = kConsumerRows * seat.consumer + i / kRowChunks;
     const int chunk = i % kRowChunks;
     float values[8] = {};
-    if (seat.Tile().q_start + row < params.q_len && 8 * chunk < params.head_dim) {
+    if (seat.Exists(row) && 8 * chunk < params.head_dim) {
       const float* from =
           static_cast<const float*>(params.q) + seat.GlobalRow(row) * params.head_dim + 8 * chunk;
 #pragma unroll
@@ -124,7 +125,11 @@ __device__ __forceinline__ void ConsumeTiles(SharedStorage<C>& shared, const Ten
     };
     const uint32_t q_address = q_base + order.QStage() * C::kQBytes;
     if constexpr (!C::kStartsEarly) read_info();
-    if constexpr (C::kFloatQuery) ConvertQuery<C>(seat, shared.q[order.QStage()]);
+    if constexpr (C::kFloatQuery) {
+      ConvertQuery<C>(seat, shared.q[order.QStage()]);
+    } else if constexpr (C::kSplitsKv) {
+      ZeroMissingRows<C>(seat, shared.q[order.QStage()]);
+    }
 
     RowState rows;
     float scores[C::kScoreRegisters];
@@ -228,12 +233,16 @@ __device__ __forceinline__ void ConsumeTiles(SharedStorage<C>& shared, const Ten
     ptx::wgmma_fence();
     IssueOutput<C>(out, probs, kv_base + ring.stage * C::kKvBytes);
     float inverse[2];
-    FinishSums<C>(seat, rows, inverse);  // under the last product
+    if constexpr (!C::kSplitsKv) FinishSums<C>(seat, rows, inverse);  // under the last product
     ptx::wgmma_wait_group<0>();
     ptx::pin_registers(out);
     FreeKvStage<C>(shared, ring.stage);
     ring.Advance();
-    FinishTile<C>(shared, seat, maps.out, inverse, out);
+    if constexpr (C::kSplitsKv) {
+      FinishShare<C>(shared, seat, rows, out);
+    } else {
+      FinishTile<C>(shared, seat, maps.out, inverse, out);
+    }
     if constexpr (C::kQStages == 1 && C::kStoresThroughShared) {
       WaitForStore();
       FreeQStage<C>(shared, 0);

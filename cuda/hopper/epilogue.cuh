@@ -26,11 +26,10 @@ __device__ __forceinline__ void FinishSums(const Seat<C>& seat, const RowState& 
   for (int r = 0; r < 2; ++r) {
     const bool empty = seat.Visible()[8 * r] == 0;
     const float total = QuadSum(rows.sum[r]);
-    // Scores of -inf alone: out stays 0, and lse is -inf by itself.
-    inverse[r] = total == 0.0f ? 0.0f : __frcp_rn(total);
+    inverse[r] = Inverse(total);
     const int row = seat.Row() + 8 * r;
-    if (params.lse != nullptr && threadIdx.x % 4 == 0 && seat.Tile().q_start + row < params.q_len) {
-      const float log2_sum = __fsub_rn(ptx::log2_approx(total), rows.negative_shift[r]);
+    if (params.lse != nullptr && threadIdx.x % 4 == 0 && seat.Exists(row)) {
+      const float log2_sum = Log2Sum(total, rows.negative_shift[r]);
       params.lse[seat.GlobalRow(row)] = empty ? -INFINITY : __fmul_rn(log2_sum, 0.693147181f);
     }
   }
@@ -67,7 +66,7 @@ __device__ __forceinline__ void StoreFloatRows(const Seat<C>& seat,
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = seat.Row() + 8 * r;
-    if (seat.Tile().q_start + row >= params.q_len) continue;
+    if (!seat.Exists(row)) continue;
     float* to = static_cast<float*>(params.out) + seat.GlobalRow(row) * params.head_dim;
 #pragma unroll
     for (int i = 0; i < C::kOutRegisters / 4; ++i) {
@@ -147,7 +146,7 @@ __device__ __forceinline__ void StoreFromRegisters(const Seat<C>& seat,
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = seat.Row() + 8 * r;
-    const bool exists = seat.Tile().q_start + row < params.q_len;
+    const bool exists = seat.Exists(row);
     uint4* to = reinterpret_cast<uint4*>(static_cast<typename C::Element*>(params.out) +
                                          seat.GlobalRow(row) * params.head_dim);
 #pragma unroll

@@ -6,7 +6,7 @@
 namespace jax_fa::cuda::hopper {
 
 cudaError_t LaunchHeadDim128(const AttentionParams& params, cudaStream_t stream) {
-  return LaunchSizes<128, Tuning128, Tuning128Small>(params, stream);
+  return LaunchSizes<128, Tuning128, Tuning128Small>(params, stream, LaunchHeadDim128Split);
 }
 
 }  // namespace jax_fa::cuda::hopper

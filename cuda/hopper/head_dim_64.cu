@@ -6,7 +6,7 @@
 namespace jax_fa::cuda::hopper {
 
 cudaError_t LaunchHeadDim64(const AttentionParams& params, cudaStream_t stream) {
-  return LaunchSizes<64, Tuning64, Tuning64Small>(params, stream);
+  return LaunchSizes<64, Tuning64, Tuning64Small>(params, stream, LaunchHeadDim64Split);
 }
 
 }  // namespace jax_fa::cuda::hopper

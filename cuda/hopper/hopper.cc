@@ -21,9 +21,11 @@ constexpr int64_t kMaxExtent = INT32_MAX - 4096;
 // Query tiles of 192 rows on smaller KV tiles pay for many rows over long caches.
 constexpr int64_t kWideQLen = 8192;
 constexpr int64_t kWideKvLen = 16384;
+constexpr int64_t kWideRows = 4 * kWideQLen;  // of all heads; fewer would leave SMs idle
 
 bool PrefersWideTiles(const AttentionProblem& problem) {
-  return !problem.chunk_invariant && problem.q_len >= kWideQLen && problem.kv_len >= kWideKvLen;
+  return !problem.chunk_invariant && problem.q_len * problem.batch * problem.q_heads >= kWideRows &&
+         problem.q_len >= kWideQLen && problem.kv_len >= kWideKvLen;
 }
 
 // Query tiles are numbered in int32; the margin is for the last round of a grid.

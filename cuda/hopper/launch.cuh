@@ -11,21 +11,12 @@
 #include <cmath>
 #include <cstdint>
 
+#include "cuda/hopper/clusters.cuh"
 #include "cuda/hopper/prefill_kernel.cuh"
 #include "cuda/hopper/tensor_map.h"
 #include "ffi/attention_params.h"
 
 namespace jax_fa::cuda::hopper {
-
-inline int32_t CeilDiv(int64_t a, int64_t b) { return static_cast<int32_t>((a + b - 1) / b); }
-
-// SMs of the current device.
-inline cudaError_t CountSms(int* count) {
-  int device = 0;
-  const cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
-}
 
 // Lets the kernel have its shared memory on the current device; once per device and build.
 template <typename C>
@@ -51,13 +42,17 @@ cudaError_t MakeTensorMaps(const AttentionParams& params, TensorMaps* maps) {
                              empty ? params.batch : params.batch * params.layers};
   const HeadedArray rows = {params.head_dim, params.q_len, params.q_heads, params.batch};
   cudaError_t error =
-      EncodeTensorMap(empty ? params.q : params.k, cache, type, C::kTileKV, &maps->k);
+      EncodeTensorMap(empty ? params.q : params.k, cache, type, C::kTileKV, 1, &maps->k);
   if (error != cudaSuccess) return error;
-  error = EncodeTensorMap(empty ? params.q : params.v, cache, type, C::kTileKV, &maps->v);
+  error = EncodeTensorMap(empty ? params.q : params.v, cache, type, C::kTileKV, 1, &maps->v);
   if (error != cudaSuccess || C::kFloatQuery) return error;
-  error = EncodeTensorMap(params.q, rows, type, kConsumerRows, &maps->q);
+  if constexpr (C::kSplitsKv) {
+    return EncodeTensorMap(params.q, rows, type, BoxTokens(params),
+                           static_cast<int>(params.q_heads_per_kv_head()), &maps->q);
+  }
+  error = EncodeTensorMap(params.q, rows, type, kConsumerRows, 1, &maps->q);
   if (error != cudaSuccess) return error;
-  return EncodeTensorMap(params.out, rows, type, 16, &maps->out);
+  return EncodeTensorMap(params.out, rows, type, 16, 1, &maps->out);
 }
 
 // KV heads are worked on in sections whose K and V take half of L2, if that is more than one head:
@@ -91,20 +86,25 @@ KernelParams MakeKernelParams(const AttentionParams& params, int sm_count, int l
   p.head_dim = static_cast<int32_t>(params.head_dim);
   p.layers = static_cast<int32_t>(params.layers);
   p.layer_batch = static_cast<int32_t>(params.layer_batch);
-  const int64_t heads = params.batch * params.q_heads;
-  p.q_tiles = CeilDiv(params.q_len, C::kTileQ);
+  // Heads as query tiles are counted by: a split tile has all query heads of a KV head.
+  const int64_t group = params.q_heads_per_kv_head();
+  const int64_t heads = params.batch * (C::kSplitsKv ? params.kv_heads : params.q_heads);
+  if constexpr (C::kSplitsKv) p.box_tokens = Divisor(BoxTokens(params));
+  const int64_t tile_tokens = C::kSplitsKv ? C::kConsumers * BoxTokens(params) : C::kTileQ;
+  p.q_tiles = CeilDiv(params.q_len, tile_tokens);
   p.tiles = static_cast<int32_t>(p.q_tiles * heads);
   const int64_t kv_heads = params.batch * params.kv_heads;
-  const int64_t section_kv_heads =
-      CeilDiv(kv_heads, CountSections(params, p.tiles, sm_count, l2_bytes));
-  const int32_t section_heads =
-      static_cast<int32_t>(section_kv_heads * params.q_heads_per_kv_head());
+  // Split tiles go head by head: neighbouring clusters then read the same slots at the same time.
+  const int64_t sections =
+      C::kSplitsKv ? kv_heads : CountSections(params, p.tiles, sm_count, l2_bytes);
+  const int64_t section_kv_heads = CeilDiv(kv_heads, sections);
+  const int32_t section_heads = static_cast<int32_t>(section_kv_heads * (C::kSplitsKv ? 1 : group));
   p.sections = CeilDiv(heads, section_heads);
   p.section_tiles = Divisor(section_heads * p.q_tiles);
   p.section_heads = Divisor(section_heads);
   p.last_section_heads = Divisor(static_cast<int32_t>(heads - (p.sections - 1) * section_heads));
-  p.heads_of_sequence = Divisor(p.q_heads);
-  p.group = Divisor(p.q_heads / p.kv_heads);
+  p.heads_of_sequence = Divisor(C::kSplitsKv ? p.kv_heads : p.q_heads);
+  p.group = Divisor(static_cast<int32_t>(group));
   // A float32 q takes the scale before it is rounded, unless that could overflow a float16.
   const bool scale_q = C::kFloatQuery && params.scale <= 1.0f;
   p.query_factor = scale_q ? params.scale : 1.0f;
@@ -129,6 +129,12 @@ cudaError_t Launch(const AttentionParams& params, cudaStream_t stream) {
   error = MakeTensorMaps<C>(params, &maps);
   if (error != cudaSuccess) return error;
   const KernelParams kernel_params = MakeKernelParams<C>(params, sm_count, l2_bytes);
+  if constexpr (C::kSplitsKv) {
+    int blocks = 1;
+    error = ChooseClusterBlocks<C>(params, kernel_params.tiles, device, sm_count, &blocks);
+    if (error != cudaSuccess) return error;
+    return LaunchClusters<C>(blocks, maps, kernel_params, stream);
+  }
   const int grid = std::min(kernel_params.tiles, sm_count * C::kBlocksPerSm);
   PrefillKernel<C><<<grid, C::kThreads, sizeof(SharedStorage<C>), stream>>>(maps, kernel_params);
   return cudaGetLastError();
@@ -157,10 +163,12 @@ inline bool PrefersSmallTiles(const AttentionProblem& problem, int sm_count) {
 
 // The build for the call's size.
 template <int kHeadDim, typename Tuning, typename SmallTuning>
-cudaError_t LaunchSizes(const AttentionParams& params, cudaStream_t stream) {
+cudaError_t LaunchSizes(const AttentionParams& params, cudaStream_t stream,
+                        cudaError_t (*launch_split)(const AttentionParams&, cudaStream_t)) {
   int sm_count = 0;
   const cudaError_t error = CountSms(&sm_count);
   if (error != cudaSuccess) return error;
+  if (PrefersSplit(params, sm_count)) return launch_split(params, stream);
   return PrefersSmallTiles(params, sm_count) ? LaunchDTypes<kHeadDim, SmallTuning>(params, stream)
                                              : LaunchDTypes<kHeadDim, Tuning>(params, stream);
 }

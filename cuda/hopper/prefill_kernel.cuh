@@ -57,23 +57,27 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   if (warp == 2 && ptx::elect_sync()) PrefetchTensorMaps<C>(maps);
   // The block waits for its first loads, and they for each instruction and parameter that has to
   // come from L2 before them: so they are here, in one straight piece. There is a first tile, since
-  // the grid has no more blocks than there are tiles.
+  // the grid has no more blocks, or clusters, than there are tiles.
   TilePlace first;
   TilePositions<C> first_positions;
   if (warp == 0) {
-    first = PlaceOfTile<C>(params, blockIdx.x);
+    first = PlaceOfTile<C>(params, TileOrder<C>(params.tiles).Index());
     first_positions = ReadPositions<C>(params, first);
   }
   // Written: the mbarriers, by warp 1; no role may use one before. That consumers wait for warp 0
   // too keeps their instructions from being fetched before its own.
   __syncthreads();
-  if (warp == 0) LoadTileStart<C>(shared, 0, 0, maps, first);
+  if (!C::kSplitsKv && warp == 0) LoadTileStart<C>(shared, 0, 0, maps, first);
 
   if (warp >= kWarpgroup / 32) {
     ptx::setmaxnreg_inc<C::kConsumerRegisters>();
     ConsumeTiles<C>(shared, maps, params, warp / 4 - 1);
   } else if (warp == 0) {
-    ProduceTiles<C>(shared, maps, params, first_positions);
+    if constexpr (C::kSplitsKv) {
+      ProduceShare<C>(shared, maps, params, first, first_positions);
+    } else {
+      ProduceTiles<C>(shared, maps, params, first_positions);
+    }
   } else {
     InspectTiles<C>(shared, params);
   }

@@ -47,7 +47,7 @@ __device__ __forceinline__ void LoadKvTile(SharedStorage<C>& shared, RingPlace<C
 }
 
 // The positions of a query tile's rows: of rows lane, lane + 32, .. in each lane of the producer
-// warp, and -1, which sees nothing, past the last token.
+// warp, and -1, which sees nothing, for rows that do not exist.
 template <typename C>
 struct TilePositions {
   int32_t of_row[C::kTileQ / 32];
@@ -60,37 +60,45 @@ __device__ __forceinline__ TilePositions<C> ReadPositions(const KernelParams& pa
   TilePositions<C> tile;
 #pragma unroll
   for (int i = 0; i < C::kTileQ / 32; ++i) {
-    const int32_t token = place.q_start + 32 * i + threadIdx.x % 32;
-    tile.of_row[i] = token < params.q_len ? positions[token] : -1;
+    const int row = 32 * i + threadIdx.x % 32;
+    const int32_t token = place.q_start + PlaceOfRow<C>(params, row).token;
+    tile.of_row[i] = RowExists<C>(params, place.q_start, row) ? positions[token] : -1;
   }
   return tile;
 }
 
+// A consumer's part of a 16-bit Q.
+struct QueryBox {
+  int32_t tokens = kConsumerRows;
+  int panel_bytes = kConsumerPanelBytes;
+};
+
 // Loads what a query tile begins with, in the order in which it is used: the kFirstPanels of
 // consumer 0's Q and of K0, the other panels of both, the other consumers' Q. Slot 0 is visible to
-// every row that sees any, so K0 is wanted whatever the positions are. All lanes of the producer
-// warp call it; one loads.
+// every row that sees any, so K0 is wanted whatever the positions are; where KV tiles are split, K0
+// is the first of the block's share. All lanes of the producer warp call it; one loads.
 template <typename C>
 __device__ __forceinline__ void LoadTileStart(SharedStorage<C>& shared, uint32_t q_stage,
                                               uint32_t kv_stage, const TensorMaps& maps,
-                                              const TilePlace& place) {
+                                              const TilePlace& place, const QueryBox& box = {},
+                                              int32_t first_slot = 0) {
   if (!ptx::elect_sync()) return;
   auto load_q = [&](int consumer, int panel, uint64_t* full) {
-    const int32_t coordinates[4] = {panel * kSwizzleColumns,
-                                    place.q_start + kConsumerRows * consumer, place.q_head,
-                                    place.sequence};
+    const int32_t coordinates[4] = {panel * kSwizzleColumns, place.q_start + box.tokens * consumer,
+                                    place.q_head, place.sequence};
     uint8_t* to = &shared.q[q_stage][panel * C::kQPanelBytes + consumer * kConsumerPanelBytes];
     cptx::cp_async_bulk_tensor(cptx::space_cluster, cptx::space_global, to, &maps.q, coordinates,
                                full);
   };
   auto load_panels = [&](int from, int to, uint64_t* full) {
-    constexpr int kBytes = C::kKvPanelBytes + (C::kFloatQuery ? 0 : kConsumerPanelBytes);
+    const int bytes = C::kKvPanelBytes + (C::kFloatQuery ? 0 : box.panel_bytes);
     cptx::mbarrier_arrive_expect_tx(cptx::sem_release, cptx::scope_cta, cptx::space_shared, full,
-                                    (to - from) * kBytes);
+                                    (to - from) * bytes);
 #pragma unroll
     for (int panel = from; panel < to; ++panel) {
       if constexpr (!C::kFloatQuery) load_q(0, panel, full);
-      const int32_t coordinates[4] = {panel * kSwizzleColumns, 0, place.kv_head, place.kv_sequence};
+      const int32_t coordinates[4] = {panel * kSwizzleColumns, first_slot, place.kv_head,
+                                      place.kv_sequence};
       cptx::cp_async_bulk_tensor(cptx::space_cluster, cptx::space_global,
                                  &shared.kv[kv_stage][panel * C::kKvPanelBytes], &maps.k,
                                  coordinates, full);
@@ -103,7 +111,7 @@ __device__ __forceinline__ void LoadTileStart(SharedStorage<C>& shared, uint32_t
   if constexpr (!C::kFloatQuery && C::kConsumers > 1) {
     uint64_t* full = &shared.other_q_full[q_stage];
     cptx::mbarrier_arrive_expect_tx(cptx::sem_release, cptx::scope_cta, cptx::space_shared, full,
-                                    (C::kConsumers - 1) * C::kPanels * kConsumerPanelBytes);
+                                    (C::kConsumers - 1) * C::kPanels * box.panel_bytes);
 #pragma unroll
     for (int consumer = 1; consumer < C::kConsumers; ++consumer) {
 #pragma unroll
@@ -112,12 +120,38 @@ __device__ __forceinline__ void LoadTileStart(SharedStorage<C>& shared, uint32_t
   }
 }
 
+// A block's share of the slots of a query tile, in whole KV tiles.
+struct KvShare {
+  int32_t first_slot = 0;
+  int32_t slots = 0;  // may be 0: the block then works on what lies behind, which no row sees
+};
+
+template <typename C>
+__device__ __forceinline__ KvShare ShareOfBlock(const KernelParams& params,
+                                                const TilePositions<C>& positions) {
+  int32_t most = 0;
+#pragma unroll
+  for (int i = 0; i < C::kTileQ / 32; ++i) {
+    most = max(most, VisibleSlots(positions.of_row[i], params.kv_len));
+  }
+  const int32_t tiles = (__reduce_max_sync(~0u, most) + C::kTileKV - 1) / C::kTileKV;
+  // Fewer than 2^24 tiles, so that the products stay in 32 bits.
+  const int32_t begin = tiles * ClusterRank() / ClusterBlocks();
+  const int32_t end = tiles * (ClusterRank() + 1) / ClusterBlocks();
+  KvShare share;
+  share.first_slot = begin * C::kTileKV;
+  share.slots = (end - begin) * C::kTileKV;
+  return share;
+}
+
 // What the tile's positions decide: the slots each row sees, which it stores, and the KV tiles to
-// visit. All lanes of the producer warp call it.
+// visit, all within the block's share where KV tiles are split. All lanes of the producer warp call
+// it.
 template <typename C>
 __device__ __forceinline__ TileInfo DescribeTile(SharedStorage<C>& shared, uint32_t stage,
                                                  const KernelParams& params, const TilePlace& place,
-                                                 const TilePositions<C>& positions) {
+                                                 const TilePositions<C>& positions,
+                                                 const KvShare& share = {}) {
   TileInfo info;
   info.q_start = place.q_start;
   info.q_head = place.q_head;
@@ -127,7 +161,8 @@ __device__ __forceinline__ TileInfo DescribeTile(SharedStorage<C>& shared, uint3
   int32_t least = params.kv_len;
 #pragma unroll
   for (int i = 0; i < C::kTileQ / 32; ++i) {
-    const int32_t visible = VisibleSlots(positions.of_row[i], params.kv_len);
+    int32_t visible = VisibleSlots(positions.of_row[i], params.kv_len);
+    if constexpr (C::kSplitsKv) visible = min(max(visible - share.first_slot, 0), share.slots);
     shared.visible[stage][32 * i + threadIdx.x % 32] = visible;
     // Empty rows bound nothing: their output is zero whatever they compute.
     most = max(most, visible);
@@ -139,13 +174,31 @@ __device__ __forceinline__ TileInfo DescribeTile(SharedStorage<C>& shared, uint3
   if (threadIdx.x == 0) {
     shared.tile[stage] = info;
     shared.q_sequence[stage] = place.sequence;
+    if constexpr (C::kSplitsKv) shared.first_slot = share.first_slot;
   }
   return info;
 }
 
-// Order of the loads of a query tile: Q and K0 (LoadTileStart), K1 V0 K2 V1 .. V(n-1), which is the
-// order in which the consumers use them, so that one ring serves both K and V. Of the block's first
-// tile, the kernel has read the positions and loaded Q and K0.
+// The loads of a query tile after its Q and K0: K1 V0 K2 V1 .. V(n-1), which is the order in which
+// the consumers use them, so that one ring serves both K and V.
+template <typename C>
+__device__ __forceinline__ void LoadTileRest(SharedStorage<C>& shared,
+                                             RingPlace<C::kKvStages>& ring, const TensorMaps& maps,
+                                             const TilePlace& place, const TileInfo& info,
+                                             int32_t first_slot) {
+  for (int32_t tile = 0; tile < info.kv_tiles; ++tile) {
+    const int32_t slot = first_slot + tile * C::kTileKV;
+    if (tile + 1 < info.kv_tiles) {
+      LoadKvTile<C>(shared, ring, maps.k, {slot + C::kTileKV, place.kv_head, place.kv_sequence},
+                    shared.kv_full);
+    }
+    // A masked tile's V goes to the inspectors, who pass it on.
+    LoadKvTile<C>(shared, ring, maps.v, {slot, place.kv_head, place.kv_sequence},
+                  tile < info.whole_tiles ? shared.kv_full : shared.v_raw);
+  }
+}
+
+// Of the block's first tile, the kernel has read the positions and loaded Q and K0.
 template <typename C>
 __device__ __forceinline__ void ProduceTiles(SharedStorage<C>& shared, const TensorMaps& maps,
                                              const KernelParams& params,
@@ -165,18 +218,24 @@ __device__ __forceinline__ void ProduceTiles(SharedStorage<C>& shared, const Ten
     ring.Advance();
     const TileInfo info = DescribeTile<C>(shared, order.InfoStage(), params, place, positions);
     ptx::mbarrier_arrive(&shared.info_full[order.QStage()]);  // each lane for what it wrote
-
-    for (int32_t tile = 0; tile < info.kv_tiles; ++tile) {
-      const int32_t slot = tile * C::kTileKV;
-      if (tile + 1 < info.kv_tiles) {
-        LoadKvTile<C>(shared, ring, maps.k, {slot + C::kTileKV, place.kv_head, place.kv_sequence},
-                      shared.kv_full);
-      }
-      // A masked tile's V goes to the inspectors, who pass it on.
-      LoadKvTile<C>(shared, ring, maps.v, {slot, place.kv_head, place.kv_sequence},
-                    tile < info.whole_tiles ? shared.kv_full : shared.v_raw);
-    }
+    LoadTileRest<C>(shared, ring, maps, place, info, 0);
   }
+}
+
+// The same where KV tiles are split: one query tile, whose positions say where its K0 lies.
+template <typename C>
+__device__ __forceinline__ void ProduceShare(SharedStorage<C>& shared, const TensorMaps& maps,
+                                             const KernelParams& params, const TilePlace& place,
+                                             const TilePositions<C>& positions) {
+  RingPlace<C::kKvStages> ring;
+  const KvShare share = ShareOfBlock<C>(params, positions);
+  const TileInfo info = DescribeTile<C>(shared, 0, params, place, positions, share);
+  ptx::mbarrier_arrive(&shared.info_full[0]);  // each lane for what it wrote
+  const int32_t tokens = params.box_tokens.value;
+  const QueryBox box = {tokens, params.group.value * tokens * 2 * kSwizzleColumns};
+  LoadTileStart<C>(shared, 0, 0, maps, place, box, share.first_slot);
+  ring.Advance();
+  LoadTileRest<C>(shared, ring, maps, place, info, share.first_slot);
 }
 
 // A row's probability for a slot that it does not see is 0, and 0 times a finite V is nothing. So

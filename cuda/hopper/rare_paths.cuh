@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "cuda/hopper/config.cuh"
+#include "cuda/hopper/pipeline.cuh"
 #include "cuda/hopper/softmax.cuh"
 
 namespace jax_fa::cuda::hopper {
@@ -39,18 +40,28 @@ struct Seat {
   // Slots that its rows see: [0] and [8].
   __device__ const int32_t* Visible() const { return &shared.visible[info_stage][Row()]; }
   __device__ int32_t QSequence() const { return shared.q_sequence[info_stage]; }
+  __device__ bool Exists(int row) const { return RowExists<C>(params, Tile().q_start, row); }
   // Row of q, out and lse in device memory of row `row` of the tile.
   __device__ int64_t GlobalRow(int row) const {
     const TileInfo& tile = Tile();
-    return (static_cast<int64_t>(QSequence()) * params.q_len + tile.q_start + row) *
+    const RowPlace place = PlaceOfRow<C>(params, row);
+    return (static_cast<int64_t>(QSequence()) * params.q_len + tile.q_start + place.token) *
                params.q_heads +
-           tile.q_head;
+           tile.q_head + place.head;
   }
+  // The block's first slot of the cache, from which the tile counts, and the slots from there on.
+  __device__ int32_t FirstSlot() const {
+    if constexpr (C::kSplitsKv) return shared.first_slot;
+    return 0;
+  }
+  __device__ int32_t KvLen() const { return params.kv_len - FirstSlot(); }
   __device__ const typename C::Element* KvRow(const void* cache, int32_t slot) const {
     const TileInfo& tile = Tile();
     const int32_t kv_head = params.group.Quotient(tile.q_head);
     const int64_t row =
-        (static_cast<int64_t>(tile.kv_sequence) * params.kv_len + slot) * params.kv_heads + kv_head;
+        (static_cast<int64_t>(tile.kv_sequence) * params.kv_len + FirstSlot() + slot) *
+            params.kv_heads +
+        kv_head;
     return static_cast<const typename C::Element*>(cache) + row * params.head_dim;
   }
 };
@@ -108,7 +119,7 @@ __device__ __forceinline__ void RaiseShifts(const Seat<C>& seat, int32_t first_s
       tile_sum[r] = __fmul_rn(tile_sum[r], factor[r]);
     }
     if (__any_sync(~0u, lost)) {
-      const int32_t limit = min(SlotLimit(seat.Visible()[8 * r]), seat.params.kv_len);
+      const int32_t limit = min(SlotLimit(seat.Visible()[8 * r]), seat.KvLen());
       float top = -INFINITY;
       // One copy of the dot product; the register that takes it is found by comparing.
 #pragma unroll 1

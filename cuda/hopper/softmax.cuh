@@ -107,6 +107,14 @@ __device__ __forceinline__ void StartRows(float (&scores)[kCount], float score_f
   Exponentiate(scores, rows, score_factor, rows.sum);
 }
 
+// One over a row's sum of weights. Scores of -inf alone sum to 0; their output stays 0.
+__device__ __forceinline__ float Inverse(float sum) { return sum == 0.0f ? 0.0f : __frcp_rn(sum); }
+
+// Logarithm to base 2 of the sum of a row's weights, the shift taken out; of 0, -inf.
+__device__ __forceinline__ float Log2Sum(float sum, float negative_shift) {
+  return __fsub_rn(ptx::log2_approx(sum), negative_shift);
+}
+
 // Rounds the weights to the operand of P.V: pair i of the accumulator is register i of the A
 // fragments, in order.
 template <typename Element, int kCount>

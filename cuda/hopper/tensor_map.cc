@@ -21,7 +21,7 @@ Encoder FindEncoder() {
 }  // namespace
 
 cudaError_t EncodeTensorMap(const void* base, const HeadedArray& array, TensorMapType type,
-                            int box_rows, CUtensorMap* map) {
+                            int box_rows, int box_heads, CUtensorMap* map) {
   const Encoder encode = FindEncoder();
   if (encode == nullptr) return cudaErrorNotSupported;
   constexpr cuuint64_t kElementBytes = 2;
@@ -31,7 +31,8 @@ cudaError_t EncodeTensorMap(const void* base, const HeadedArray& array, TensorMa
       static_cast<cuuint64_t>(array.columns), static_cast<cuuint64_t>(array.rows),
       static_cast<cuuint64_t>(array.heads), static_cast<cuuint64_t>(array.sequences)};
   const cuuint64_t strides[3] = {row_bytes, head_bytes, array.rows * row_bytes};
-  const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(box_rows), 1, 1};
+  const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(box_rows),
+                             static_cast<cuuint32_t>(box_heads), 1};
   const cuuint32_t steps[4] = {1, 1, 1, 1};
   const CUresult result =
       encode(map,

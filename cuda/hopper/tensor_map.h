@@ -21,11 +21,12 @@ struct HeadedArray {
   int64_t sequences;
 };
 
-// Describes boxes of 64 columns by `box_rows` rows of one head and sequence, swizzled by 128 bytes.
+// Describes boxes of 64 columns by `box_rows` rows by `box_heads` heads of one sequence, in this
+// order, swizzled by 128 bytes.
 // What lies outside the array reads as zero and is not written. `base` and the strides must be
 // multiples of 16 bytes.
 cudaError_t EncodeTensorMap(const void* base, const HeadedArray& array, TensorMapType type,
-                            int box_rows, CUtensorMap* map);
+                            int box_rows, int box_heads, CUtensorMap* map);
 
 }  // namespace jax_fa::cuda::hopper
 

@@ -65,6 +65,12 @@ Case Stacked(Case c, int64_t layers, int64_t layer_batch, int32_t layer) {
   return c;
 }
 
+// Frees the choice of tiles: few rows over many slots are then split over blocks.
+Case WithoutChunkInvariance(Case c) {
+  c.problem.chunk_invariant = false;
+  return c;
+}
+
 Case Large(Case c) {
   c.is_small = false;
   return c;
@@ -110,6 +116,22 @@ const std::vector<Case>& AllCases() {
       Make("head_dim_80", {1, 66, 66, 4, 2, 80}, kF32, kBF16),
       With(Make("head_dim_5", {2, 33, 66, 4, 2, 5}, kBF16, kBF16), P::kAnyOrder),
       Make("head_dim_600", {1, 9, 300, 2, 1, 600}, kF32, kF16),
+      // Slots split over blocks, by one consumer and by two; all heads in one tile, not split.
+      WithoutChunkInvariance(With(Make("split_one_query", {1, 1, 2100, 8, 2, 128}, kBF16, kBF16),
+                                  P::kIncreasing, 2060)),
+      WithoutChunkInvariance(
+          With(Make("split_gqa_7", {2, 20, 4200, 14, 2, 64}, kF16, kF16), P::kAnyOrder)),
+      WithoutChunkInvariance(
+          With(Make("split_f32", {1, 33, 4100, 4, 2, 128}, kF32, kBF16), P::kPadded, 4000)),
+      WithoutChunkInvariance(WithNanSlot(
+          With(Make("split_nan", {1, 40, 4200, 2, 1, 72}, kF16, kF16), P::kShuffled, 3900), 3930)),
+      WithoutChunkInvariance(
+          Stacked(With(Make("split_layer", {2, 5, 2100, 4, 2, 64}, kBF16, kBF16), P::kPadded, 2050),
+                  2, 2, 1)),
+      With(Make("heads_in_one_tile", {70, 1, 300, 4, 2, 64}, kBF16, kBF16), P::kAnyOrder),
+      Large(WithoutChunkInvariance(
+          With(Make("spec_16_at_32k", {1, 16, 32768, 32, 8, 128}, kBF16, kBF16), P::kIncreasing,
+               32752))),
       Large(Make("qwen7b_2k", {1, 2048, 2048, 28, 4, 128}, kF16, kF16)),
       Large(With(Make("chunk_256_at_4k", {1, 256, 4200, 32, 8, 128}, kF32, kBF16), P::kIncreasing,
                  3840)),
