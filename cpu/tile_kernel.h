@@ -192,12 +192,13 @@ void PackKvTile(const QueryTile& tile, int64_t slot, int64_t slots, const Scratc
                    KvTile(tile.head_dim) * kPanel, scratch.values);
 }
 
-// Writes one row of out; `inverse_sum` is 0 for an empty row, whose `output` is 0.
+// Writes one row of out; `inverse_sum` is 0 for an empty row, whose `output` need not be: scores of
+// -inf alone have weights of 0, and 0 times a NaN of V is NaN.
 template <class Type>
 void WriteRow(const float* output, float inverse_sum, int64_t head_dim, int64_t index, void* out) {
   auto* row = static_cast<typename Type::Stored*>(out) + index * head_dim;
   for (int64_t d = 0; d < head_dim; d += kLanes) {
-    const Vec value = Load(output + d) * Splat(inverse_sum);
+    const Vec value = inverse_sum == 0.0f ? Splat(0.0f) : Load(output + d) * Splat(inverse_sum);
     if (head_dim - d >= kLanes) {
       Type::Write(value, row + d);
     } else {

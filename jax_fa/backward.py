@@ -75,6 +75,15 @@ def _where(mask: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.where(mask.reshape(mask.shape + (1,) * (x.ndim - mask.ndim)), x, 0.0)
 
 
+def _finite(x: jax.Array) -> jax.Array:
+    """x with 0 for NaN and Inf: a factor of gradients of scores, which are NaN where it counts.
+
+    A row that sees a NaN has scores of NaN, and their gradients are; for the rows that do not see
+    it they are 0, and 0 times NaN would be NaN. (A score of -inf has the gradient 0 as well.)
+    """
+    return jnp.where(jnp.isfinite(x), x, 0.0)
+
+
 def _rows(operands: Operands) -> Rows:
     """What a row brings to its gradients, float32, heads grouped: [B, T, Hk, r, ...]."""
     q, k, _, positions, lse, d_out, d_lse = operands
@@ -145,13 +154,14 @@ def _block(
     row: Rows, k: jax.Array, v: jax.Array, number: jax.Array, scale: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Parts of d_q, d_k, d_v from one block of rows and one of slots."""
-    probs = jnp.exp(_scores(row, k, number, scale) - row["lse"][..., None])
+    scores = _scores(row, k, number, scale)
+    # By selection, here and below: the other factors may be NaN where nothing is seen.
+    probs = jnp.where(jnp.isneginf(scores), 0.0, jnp.exp(scores - row["lse"][..., None]))
     d_probs = _d_probs(row, v)
-    # By selection: the other factor may be NaN where nothing is seen.
     d_scores = jnp.where(probs == 0, 0.0, scale * probs * (d_probs - row["delta"][..., None]))
     return (
-        _product("btgrs,bsgd->btgrd", d_scores, k),
-        _product("btgrs,btgrd->bsgd", d_scores, row["q"]),
+        _product("btgrs,bsgd->btgrd", d_scores, _finite(k)),
+        _product("btgrs,btgrd->bsgd", d_scores, _finite(row["q"])),
         _product("btgrs,btgrd->bsgd", probs, row["d_out"]),
     )
 

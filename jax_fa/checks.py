@@ -61,8 +61,12 @@ def as_array(name: str, value: Any) -> jax.Array:
     try:
         return jnp.asarray(value)
     except (TypeError, ValueError) as error:
-        kind = f"dtype {value.dtype}" if hasattr(value, "dtype") else f"type {type(value).__name__}"
-        raise TypeError(f"{name} has {kind}, which JAX does not take as an array.") from error
+        dtype = f" of dtype {value.dtype}" if hasattr(value, "dtype") else ""
+        raise TypeError(
+            f"{name} is a {type(value).__name__}{dtype}, which JAX does not take as an array; pass "
+            "a jax.Array, or a plain numpy array of a dtype that JAX has, in native byte order (of "
+            f"a jax.Ref, {name}[...])."
+        ) from error
 
 
 def _names(dtypes: tuple[Any, ...]) -> str:
@@ -196,9 +200,10 @@ def _check_query_shape(q: jax.Array, k: jax.Array, stacked: bool) -> None:
             f"q has shape {_shape(q)}; it must be [B, T, Hq, D], or [T, Hq, D] unbatched."
         )
     if q.ndim != k.ndim - stacked:
+        layers = ", and with layer= k has an axis of layers before it" if stacked else ""
         raise ValueError(
             f"q has shape {_shape(q)} and k {_shape(k)}; either all operands have a batch axis or "
-            "none has."
+            f"none has{layers}."
         )
     if q.ndim == 4 and q.shape[0] != k.shape[-4]:
         raise ValueError(

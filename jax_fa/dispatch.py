@@ -27,18 +27,21 @@ class Explanation:
       device: The device asked about, in words.
       refusals: Kernel name to reason, for each kernel that cannot serve the call there.
       passed_over: Names of the kernels that could serve it too, in order of preference.
+      not_built: What this build lacks, in words, and how to get it; empty where it lacks nothing.
     """
 
     kernel: str | None
     device: str
     refusals: Mapping[str, str] = field(hash=False)
     passed_over: tuple[str, ...]
+    not_built: str = ""
 
     def __str__(self) -> str:
         served = f"served by {self.kernel}" if self.kernel else "served by no kernel"
         lines = [f"{served} on {self.device}"]
         lines += [f"  {name}: could serve it too" for name in self.passed_over]
         lines += [f"  {name}: no; {reason}" for name, reason in self.refusals.items()]
+        lines += [f"  {self.not_built}"] if self.not_built else []
         return "\n".join(lines)
 
 
@@ -48,6 +51,12 @@ def all_kernels() -> list[tuple[str, str]]:
     return [
         (platform, name) for platform in ("cuda", "cpu") for name in table.kernel_names(platform)
     ]
+
+
+def _not_built() -> str:
+    if native.load().cuda_architectures:
+        return ""
+    return "this build has no CUDA kernels (reinstall with JAX_FA_CUDA=wheels to get them)"
 
 
 def check_implementation(implementation: Any) -> str:
@@ -60,11 +69,7 @@ def check_implementation(implementation: Any) -> str:
             f"implementation is {implementation!r}; it must be None or one of {', '.join(names)}."
         )
     if implementation not in names:
-        without_cuda = (
-            ""
-            if native.load().cuda_architectures
-            else "; this build has no CUDA kernels (reinstall with JAX_FA_CUDA=wheels to get them)"
-        )
+        without_cuda = f"; {_not_built()}" if _not_built() else ""
         raise ValueError(
             f"implementation={implementation!r} is not a kernel of this build (built: "
             f"{', '.join(names)}){without_cuda}. implementation=None picks the best one."
@@ -230,6 +235,7 @@ def explain(
         device=f"{device.device_kind} ({device})",
         refusals={name: reason for name, reason in reasons.items() if reason},
         passed_over=tuple(name for name in able if name not in serving[:1]),
+        not_built=_not_built(),
     )
 
 

@@ -111,6 +111,8 @@ def _place_on(axis_name: Any) -> tuple[int, jax.Array]:
         raise TypeError(
             f"axis_name is {axis_name!r}; it must be the name of a mesh axis, or a tuple of names."
         )
+    if len(set(names)) != len(names):
+        raise ValueError(f"axis_name is {axis_name!r}; each axis may be named once.")
     try:
         return jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
     except NameError as error:

@@ -120,6 +120,8 @@ def test_sequence_parallel_errors():
         call("x", WHOLE, WHOLE, WHOLE, WHOLE)
     with pytest.raises(ValueError, match="axis_name='z' is not an axis here.*shard_map"):
         call("z", WHOLE, slots, slots, WHOLE)
+    with pytest.raises(ValueError, match=r"axis_name is \('x', 'x'\); each axis may be named once"):
+        call(("x", "x"), WHOLE, slots, slots, WHOLE)
     with pytest.raises(TypeError, match="axis_name is 3"):
         call(3, WHOLE, slots, slots, WHOLE)
     with pytest.raises(ValueError, match="axis_name='x' is not an axis here"):

@@ -103,6 +103,17 @@ def test_a_row_of_scores_of_minus_infinity_counts_as_empty(attention):
     np.testing.assert_array_equal(np.asarray(out[0, 1, 0]), 1.0)
 
 
+@pytest.mark.parametrize("value", [jnp.nan, jnp.inf, -jnp.inf])
+def test_such_a_row_takes_nothing_from_v(attention, kernel, value):
+    if kernel == "hopper":
+        pytest.skip("hopper's exception (docs/contract.md, Numerics); the other kernels run this")
+    q = jnp.ones((1, 3, 1, 64), jnp.float32)
+    k = jnp.zeros((1, 70, 1, 64), jnp.float16).at[:, :66].set(-jnp.inf)
+    v = jnp.ones_like(k).at[:, jnp.asarray([0, 63, 65])].set(value)
+    out, lse = attention(q, k, v, jnp.asarray([[0, 63, 65]]), return_lse=True)
+    assert (np.asarray(out) == 0).all() and (np.asarray(lse) == -np.inf).all()
+
+
 # C4: any order of positions.
 
 

@@ -142,9 +142,9 @@ def test_flags_that_are_not_bools_raise_type_error(flag, value):
 
 def test_arrays_that_jax_does_not_take_are_named_by_dtype():
     q, k, v, positions = make()
-    with pytest.raises(TypeError, match=r"q has dtype >f4, which JAX does not take"):
+    with pytest.raises(TypeError, match=r"q is a ndarray of dtype >f4, which.* native byte order"):
         prefill_attention(np.zeros(q.shape, ">f4"), k, v, positions)
-    with pytest.raises(TypeError, match=r"k has dtype object, which JAX does not take"):
+    with pytest.raises(TypeError, match=r"k is a ndarray of dtype object, which JAX does"):
         prefill_attention(q, np.zeros(k.shape, object), v, positions)
 
 

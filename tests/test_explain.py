@@ -25,6 +25,13 @@ def test_every_kernel_is_accounted_for():
     assert all(reason and reason in str(answer) for reason in answer.refusals.values())
 
 
+def test_a_build_without_cuda_kernels_says_so():
+    answer = explain(*Case("not_built", q_len=3).arrays())
+    lacks = not jax_fa.native.load().cuda_architectures
+    assert ("JAX_FA_CUDA=wheels" in answer.not_built) == lacks
+    assert ("JAX_FA_CUDA=wheels" in str(answer)) == lacks
+
+
 def test_a_forced_kernel_is_the_answer_or_none(kernel):
     served = Case("explain", q_len=4, head_dim=64).arrays()
     assert explain(*served, implementation=kernel).kernel == kernel

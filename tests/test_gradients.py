@@ -100,6 +100,35 @@ def test_nothing_seen_gives_exact_zeros_even_over_nan():
         assert_same_bits(a, b)
 
 
+@pytest.mark.parametrize("poison", [jnp.nan, jnp.inf, -jnp.inf])
+@pytest.mark.parametrize("which", ["k", "v"])
+def test_a_slot_reaches_no_d_q_of_rows_that_do_not_see_it(which, poison):
+    q, k, v, positions = Case("grad_slot", q_len=20, n_past=300, head_dim=16).arrays()
+    slot = 309
+    d_q = jax.grad(weighted_sum(prefill_attention, positions))
+    clean = d_q(q, k, v)
+    if which == "k":
+        k = k.at[:, slot].set(poison)
+    else:
+        v = v.at[:, slot].set(poison)
+    dirty = d_q(q, k, v)
+    assert_same_bits(clean[:, :9], dirty[:, :9])
+    if poison != -jnp.inf or which == "v":  # a key of -inf may only take the slot away
+        assert not np.isfinite(np.asarray(dirty[:, 9:])).all(), "the poison was not read"
+
+
+@pytest.mark.parametrize("poison", [jnp.nan, jnp.inf])
+def test_a_row_reaches_no_d_k_or_d_v_of_slots_that_it_does_not_see(poison):
+    q, k, v, _ = Case("grad_row", q_len=3, kv_len=300, head_dim=16).arrays()
+    positions = jnp.asarray([[299, 40, 299]])
+    gradients = jax.grad(weighted_sum(prefill_attention, positions), (1, 2))
+    clean = gradients(q, k, v)
+    dirty = gradients(q.at[:, 1].set(poison), k, v)
+    for a, b in zip(clean, dirty, strict=True):
+        assert_same_bits(a[:, 41:], b[:, 41:])
+        assert not np.isfinite(np.asarray(b[:, :41], np.float32)).all(), "the poison was not read"
+
+
 def test_positions_get_the_cotangent_type_without_values():
     q, k, v, positions = Case("float0", q_len=4).arrays()
     _, pullback = jax.vjp(prefill_attention, q, k, v, positions)

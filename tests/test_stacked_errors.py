@@ -48,7 +48,7 @@ def test_stacks_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match=r"\[B, S, Hk, D\].*stacked over layers needs layer="):
         prefill_attention(*operands)
     refused((q, ks[0, 0], vs[0, 0], positions), 0, r"must be \[L, B, S, Hk, D\]")
-    refused((q, ks[0], vs[0], positions), 0, "either all operands have a batch axis or none")
+    refused((q, ks[0], vs[0], positions), 0, "or none has, and with layer= k has an axis of layers")
     refused((q, ks[:, :1], vs[:, :1], positions), 0, "q has batch 2, k has 1")
     refused((q, ks[:0], vs[:0], positions), jnp.int32(0), "no layer; there must be at least 1")
     rows = jnp.ones((2, 2, 2, 64))
