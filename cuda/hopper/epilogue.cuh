@@ -30,7 +30,7 @@ __device__ __forceinline__ void FinishSums(const Seat<C>& seat, const RowState& 
     const int row = seat.Row() + 8 * r;
     if (params.lse != nullptr && threadIdx.x % 4 == 0 && seat.Exists(row)) {
       const float log2_sum = Log2Sum(total, rows.negative_shift[r]);
-      params.lse[seat.GlobalRow(row)] = empty ? -INFINITY : __fmul_rn(log2_sum, 0.693147181f);
+      params.lse[seat.GlobalRow(row)] = empty ? -INFINITY : __fmul_rn(log2_sum, kLn2);
     }
   }
 }

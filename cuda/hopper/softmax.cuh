@@ -107,6 +107,9 @@ __device__ __forceinline__ void StartRows(float (&scores)[kCount], float score_f
   Exponentiate(scores, rows, score_factor, rows.sum);
 }
 
+// Logarithms are to base 2 until they are given out.
+constexpr float kLn2 = 0.693147181f;
+
 // One over a row's sum of weights. Scores of -inf alone sum to 0; their output stays 0.
 __device__ __forceinline__ float Inverse(float sum) { return sum == 0.0f ? 0.0f : __frcp_rn(sum); }
 

@@ -106,7 +106,7 @@ __device__ __forceinline__ void MergeRow(const Seat<C>& seat, ShareOfRows<C>& mi
   if (params.lse != nullptr && lane == 0) {
     const float merged_log2_sum =
         blocks == 1 ? log2_sum : __fadd_rn(ptx::log2_approx(total), shift);
-    params.lse[seat.GlobalRow(row)] = __fmul_rn(merged_log2_sum, 0.693147181f);
+    params.lse[seat.GlobalRow(row)] = __fmul_rn(merged_log2_sum, kLn2);
   }
 }
 
