@@ -14,6 +14,9 @@
 #include <string>
 #include <vector>
 
+#include "attention/kv_layout.h"
+#include "attention/rules.h"
+#include "attention/visible.h"
 #include "cpu/dispatch.h"
 #include "cpu/query_tile.h"
 
@@ -96,7 +99,7 @@ class TokenOrder {
 
   // The rank-th token of sequence b, counted over the whole batch.
   int64_t Token(int64_t b, int64_t rank) const { return tokens_[b * q_len_ + rank]; }
-  int32_t Visible(int64_t token) const { return VisibleSlots(positions_[token], kv_len_); }
+  int32_t Visible(int64_t token) const { return VisibleSlots(positions_[token], kv_len_).hi; }
 
  private:
   int64_t q_len_;
@@ -154,7 +157,7 @@ class Worker {
     tile_.rows = rows_.data();
     tile_.head_dim = params.head_dim;
     tile_.q = params.q;
-    tile_.slot_step = params.kv_heads * params.head_dim;
+    tile_.slot_step = SlotPitch(params);
     tile_.out = params.out;
     tile_.lse = params.lse;
     tile_.q_element = ToElement(params.q_dtype);
@@ -173,10 +176,7 @@ class Worker {
       rows_[row - task.row_begin] = {token * params_.q_heads + head, order_.Visible(token)};
     }
     tile_.row_count = task.row_end - task.row_begin;
-    const int64_t sequence =
-        CacheSequence(params_.layer, params_.layers, params_.layer_batch, task.b);
-    const int64_t first =
-        (sequence * params_.kv_len * params_.kv_heads + task.kv_head) * params_.head_dim;
+    const int64_t first = CacheOffset(params_, task.b, task.kv_head);
     tile_.k = static_cast<const uint16_t*>(params_.k) + first;
     tile_.v = static_cast<const uint16_t*>(params_.v) + first;
     kernel_.run(tile_, scratch_.get());
@@ -242,22 +242,7 @@ void PrefillAttentionWith(const TileKernel& kernel, const AttentionParams& param
 
 std::string Refusal(const AttentionProblem& problem) {
   if (!Selected().refusal.empty()) return Selected().refusal;
-  if (problem.kv_dtype == DType::kFloat32) {
-    return "k and v are float32; the CPU kernel reads float16 or bfloat16 caches";
-  }
-  if (problem.q_dtype != DType::kFloat32 && problem.q_dtype != problem.kv_dtype) {
-    return std::string("q is ") + DTypeName(problem.q_dtype) + " and the cache " +
-           DTypeName(problem.kv_dtype) + "; a 16-bit q must have the dtype of the cache";
-  }
-  if (problem.kv_len > kMaxKvLen) {
-    return "kv_len " + std::to_string(problem.kv_len) + " is over the limit of " +
-           std::to_string(kMaxKvLen);
-  }
-  if (problem.kv_heads == 0 ? problem.q_heads != 0 : problem.q_heads % problem.kv_heads != 0) {
-    return "q_heads " + std::to_string(problem.q_heads) + " is not a multiple of kv_heads " +
-           std::to_string(problem.kv_heads);
-  }
-  return "";
+  return OutsideContract(problem);
 }
 
 void PrefillAttention(const AttentionParams& params, int num_threads,

@@ -8,7 +8,7 @@
 #include <functional>
 #include <string>
 
-#include "ffi/attention_params.h"
+#include "attention/problem.h"
 
 namespace jax_fa::cpu {
 

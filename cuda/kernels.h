@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "ffi/attention_params.h"
+#include "attention/problem.h"
 
 namespace jax_fa::cuda {
 

@@ -1,4 +1,4 @@
-// The shared refusals: reading the architecture list, and the contract's dtypes and lengths.
+// Reading the list of architectures.
 
 #include "cuda/refusal.h"
 
@@ -37,21 +37,6 @@ std::string MissingCode(const char* architectures, ComputeCapability oldest, Com
   return "this build holds no code for compute capability " + CapabilityText(cc) +
          " (built: " + list + "); rebuild with JAX_FA_CUDA_ARCHITECTURES naming " +
          std::to_string(cc);
-}
-
-std::string OutsideContract(const AttentionProblem& problem) {
-  if (problem.kv_dtype == DType::kFloat32) {
-    return "the cache is float32; it must be float16 or bfloat16";
-  }
-  if (problem.q_dtype != DType::kFloat32 && problem.q_dtype != problem.kv_dtype) {
-    return std::string("q is ") + DTypeName(problem.q_dtype) + ", the cache is " +
-           DTypeName(problem.kv_dtype) + "; q must be float32 or have the cache's dtype";
-  }
-  if (problem.kv_len > kMaxKvLen) {
-    return "kv_len is " + std::to_string(problem.kv_len) + "; the longest cache is " +
-           std::to_string(kMaxKvLen) + " slots";
-  }
-  return "";
 }
 
 }  // namespace jax_fa::cuda

@@ -1,5 +1,4 @@
-// Reasons for a refusal that several generations share. Host code; the texts are what `explain`
-// prints, so they name the value met and the rule.
+// Whether this build holds code for a device, in the words that `explain` prints. Host code.
 
 #ifndef JAX_FA_CUDA_REFUSAL_H_
 #define JAX_FA_CUDA_REFUSAL_H_
@@ -7,7 +6,6 @@
 #include <string>
 
 #include "cuda/kernels.h"
-#include "ffi/attention_params.h"
 
 namespace jax_fa::cuda {
 
@@ -18,9 +16,6 @@ namespace jax_fa::cuda {
 //   "90"         both
 //   "90a..."     machine code or PTX for exactly 9.0 ("90f" is read as narrowly)
 std::string MissingCode(const char* architectures, ComputeCapability oldest, ComputeCapability cc);
-
-// Why the dtypes or the length of `problem` are outside every kernel's contract; empty when not.
-std::string OutsideContract(const AttentionProblem& problem);
 
 }  // namespace jax_fa::cuda
 

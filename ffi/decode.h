@@ -7,7 +7,7 @@
 #include <optional>
 #include <string_view>
 
-#include "ffi/attention_params.h"
+#include "attention/problem.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jax_fa {

@@ -6,8 +6,8 @@
 
 #include <string>
 
+#include "attention/problem.h"
 #include "cpu/prefill.h"
-#include "ffi/attention_params.h"
 #include "ffi/handlers.h"
 #ifdef JAX_FA_WITH_CUDA
 #include "cuda/kernels.h"

@@ -12,7 +12,7 @@ DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
 class Params(ctypes.Structure):
-    """AttentionParams of ffi/attention_params.h."""
+    """AttentionParams of attention/problem.h."""
 
     _fields_ = [
         *[

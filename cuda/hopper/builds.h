@@ -5,7 +5,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "ffi/attention_params.h"
+#include "attention/problem.h"
 
 namespace jax_fa::cuda::hopper {
 

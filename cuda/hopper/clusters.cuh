@@ -9,8 +9,8 @@
 #include <atomic>
 #include <cstdint>
 
+#include "attention/problem.h"
 #include "cuda/hopper/prefill_kernel.cuh"
-#include "ffi/attention_params.h"
 
 namespace jax_fa::cuda::hopper {
 

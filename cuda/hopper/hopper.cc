@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <initializer_list>
 
+#include "attention/rules.h"
 #include "cuda/hopper/builds.h"
 #include "cuda/refusal.h"
 

@@ -11,10 +11,10 @@
 #include <cmath>
 #include <cstdint>
 
+#include "attention/problem.h"
 #include "cuda/hopper/clusters.cuh"
 #include "cuda/hopper/prefill_kernel.cuh"
 #include "cuda/hopper/tensor_map.h"
-#include "ffi/attention_params.h"
 
 namespace jax_fa::cuda::hopper {
 

@@ -7,9 +7,9 @@
 #include <cstdint>
 #include <cuda/ptx>
 
+#include "attention/kv_layout.h"
 #include "cuda/hopper/config.cuh"
 #include "cuda/ptx/warp.cuh"
-#include "ffi/attention_params.h"
 
 namespace jax_fa::cuda::hopper {
 

@@ -5,9 +5,9 @@
 
 #include <cuda/ptx>
 
+#include "attention/visible.h"
 #include "cuda/hopper/config.cuh"
 #include "cuda/hopper/pipeline.cuh"
-#include "ffi/attention_params.h"
 
 namespace jax_fa::cuda::hopper {
 
@@ -132,7 +132,7 @@ __device__ __forceinline__ KvShare ShareOfBlock(const KernelParams& params,
   int32_t most = 0;
 #pragma unroll
   for (int i = 0; i < C::kTileQ / 32; ++i) {
-    most = max(most, VisibleSlots(positions.of_row[i], params.kv_len));
+    most = max(most, VisibleSlots(positions.of_row[i], params.kv_len).hi);
   }
   const int32_t tiles = (__reduce_max_sync(~0u, most) + C::kTileKV - 1) / C::kTileKV;
   // Fewer than 2^24 tiles, so that the products stay in 32 bits.
@@ -161,7 +161,7 @@ __device__ __forceinline__ TileInfo DescribeTile(SharedStorage<C>& shared, uint3
   int32_t least = params.kv_len;
 #pragma unroll
   for (int i = 0; i < C::kTileQ / 32; ++i) {
-    int32_t visible = VisibleSlots(positions.of_row[i], params.kv_len);
+    int32_t visible = VisibleSlots(positions.of_row[i], params.kv_len).hi;
     if constexpr (C::kSplitsKv) visible = min(max(visible - share.first_slot, 0), share.slots);
     shared.visible[stage][32 * i + threadIdx.x % 32] = visible;
     // Empty rows bound nothing: their output is zero whatever they compute.

@@ -12,6 +12,9 @@
 #include <algorithm>
 #include <cmath>
 
+#include "attention/kv_layout.h"
+#include "attention/rules.h"
+#include "attention/visible.h"
 #include "cuda/naive/naive.h"
 #include "cuda/refusal.h"
 #include "cuda/tile/convert.h"
@@ -85,19 +88,16 @@ __device__ Row<QT, KvT> LocateRow(const AttentionParams& params, int64_t row) {
   const int64_t q_head = row % params.q_heads;
   const int64_t token = row / params.q_heads;  // b * q_len + t
   const int64_t kv_head = q_head / (params.q_heads / params.kv_heads);
-  const int64_t sequence =
-      CacheSequence(params.layer, params.layers, params.layer_batch, token / params.q_len);
-  const int64_t cache_offset =
-      (sequence * params.kv_len * params.kv_heads + kv_head) * params.head_dim;
+  const int64_t cache_offset = CacheOffset(params, token / params.q_len, kv_head);
   Row<QT, KvT> r;
   r.q = static_cast<const QT*>(params.q) + row * params.head_dim;
   r.out = static_cast<QT*>(params.out) + row * params.head_dim;
   r.lse = params.lse == nullptr ? nullptr : params.lse + row;
   r.k = static_cast<const KvT*>(params.k) + cache_offset;
   r.v = static_cast<const KvT*>(params.v) + cache_offset;
-  r.slot_pitch = params.kv_heads * params.head_dim;
+  r.slot_pitch = SlotPitch(params);
   r.head_dim = params.head_dim;
-  r.visible = VisibleSlots(params.positions[token], static_cast<int32_t>(params.kv_len));
+  r.visible = VisibleSlots(params.positions[token], static_cast<int32_t>(params.kv_len)).hi;
   r.scale = params.scale;
   return r;
 }

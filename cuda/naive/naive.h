@@ -8,8 +8,8 @@
 
 #include <string>
 
+#include "attention/problem.h"
 #include "cuda/kernels.h"
-#include "ffi/attention_params.h"
 
 namespace jax_fa::cuda {
 

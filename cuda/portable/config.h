@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "ffi/attention_params.h"
+#include "attention/problem.h"
 
 // The harness builds one broken variant with 128, to show that it catches the race (kernel.cuh).
 #ifndef JAX_FA_PORTABLE_PROBS_STRIDE_BYTES

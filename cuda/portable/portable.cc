@@ -2,6 +2,7 @@
 
 #include "cuda/portable/portable.h"
 
+#include "attention/rules.h"
 #include "cuda/portable/config.h"
 #include "cuda/refusal.h"
 

@@ -4,6 +4,8 @@
 #ifndef JAX_FA_CUDA_PORTABLE_STAGING_CUH_
 #define JAX_FA_CUDA_PORTABLE_STAGING_CUH_
 
+#include "attention/kv_layout.h"
+#include "attention/visible.h"
 #include "cuda/portable/config.h"
 #include "cuda/tile/convert.h"
 
@@ -37,10 +39,7 @@ __device__ inline Work LocateWork(const AttentionParams& params) {
   Work work;
   work.first_token = sequence * params.q_len + tile * kTileQ;
   work.first_row = work.first_token * params.q_heads + head;
-  const int64_t cache_sequence =
-      CacheSequence(params.layer, params.layers, params.layer_batch, sequence);
-  work.cache_offset =
-      (cache_sequence * params.kv_len * params.kv_heads + kv_head) * params.head_dim;
+  work.cache_offset = CacheOffset(params, sequence, kv_head);
   const int64_t left = params.q_len - tile * kTileQ;
   work.rows = left < kTileQ ? static_cast<int>(left) : kTileQ;
   return work;
@@ -49,6 +48,7 @@ __device__ inline Work LocateWork(const AttentionParams& params) {
 __device__ inline int VisibleSlotsOfRow(const AttentionParams& params, const Work& work, int row) {
   return row < work.rows ? VisibleSlots(params.positions[work.first_token + row],
                                         static_cast<int32_t>(params.kv_len))
+                               .hi
                          : 0;
 }
 

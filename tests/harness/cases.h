@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "ffi/attention_params.h"
+#include "attention/problem.h"
 
 namespace jax_fa::harness {
 

@@ -10,6 +10,7 @@
 #include <limits>
 #include <random>
 
+#include "attention/visible.h"
 #include "tests/harness/inputs.h"
 
 namespace jax_fa::harness {
@@ -76,7 +77,8 @@ int64_t SeenSlots(const Case& c, const std::vector<int32_t>& positions, int64_t 
   int32_t seen = 0;
   for (int64_t t = 0; t < c.problem.q_len; ++t) {
     seen = std::max(seen, VisibleSlots(positions[b * c.problem.q_len + t],
-                                       static_cast<int32_t>(c.problem.kv_len)));
+                                       static_cast<int32_t>(c.problem.kv_len))
+                              .hi);
   }
   return seen;
 }

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "ffi/attention_params.h"
+#include "attention/problem.h"
 #include "tests/harness/cases.h"
 
 namespace jax_fa::harness {

@@ -12,6 +12,8 @@
 #include <cmath>
 #include <limits>
 
+#include "attention/visible.h"
+
 namespace jax_fa::harness {
 namespace {
 
@@ -72,7 +74,7 @@ RowReference ComputeRow(const Case& c, const Inputs& inputs, int64_t row, Arithm
   const int64_t head = row % p.q_heads;
   const int64_t token = row / p.q_heads;
   const int64_t kv_head = head / p.q_heads_per_kv_head();
-  const int64_t slots = VisibleSlots(inputs.positions[token], static_cast<int32_t>(p.kv_len));
+  const int64_t slots = VisibleSlots(inputs.positions[token], static_cast<int32_t>(p.kv_len)).hi;
   const int64_t slot_pitch = p.kv_heads * p.head_dim;
   const int64_t sequence = StackedSequence(c, token / p.q_len);
   const int64_t cache_offset = (sequence * p.kv_len * p.kv_heads + kv_head) * p.head_dim;

@@ -19,7 +19,7 @@
 #include <utility>
 #include <vector>
 
-#include "ffi/attention_params.h"
+#include "attention/problem.h"
 
 namespace jax_fa::test {
 

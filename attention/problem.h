@@ -1,12 +1,20 @@
 // The one description of a prefill-attention call that every kernel takes: the problem (what a
-// kernel is chosen by) and the problem with its data. No XLA, no CUDA, no Python in here: the CPU
-// kernel, the CUDA kernels and the standalone harness all include it. Filled by ffi/decode.cc.
+// kernel is chosen by) and the problem with its data. No XLA, no CUDA, no Python in this room: the
+// CPU kernel, the CUDA kernels, the binding and the standalone harness all stand on it.
+// What a row sees is in visible.h, where a slot lies in kv_layout.h, what no kernel serves in
+// rules.h.
 
-#ifndef JAX_FA_FFI_ATTENTION_PARAMS_H_
-#define JAX_FA_FFI_ATTENTION_PARAMS_H_
+#ifndef JAX_FA_ATTENTION_PROBLEM_H_
+#define JAX_FA_ATTENTION_PROBLEM_H_
 
-#include <cmath>
 #include <cstdint>
+
+// Of what kernels call too.
+#ifdef __CUDACC__
+#define JAX_FA_HOST_DEVICE __host__ __device__
+#else
+#define JAX_FA_HOST_DEVICE
+#endif
 
 namespace jax_fa {
 
@@ -55,7 +63,7 @@ struct AttentionProblem {
 //
 // k and v may be stacks of layers, so that a scan over layers need not cut one out. They are then
 // [batch / layer_batch, layers, layer_batch, kv_len, kv_heads, head_dim], and `layer`, which lies
-// where they do, says which layer to read. CacheSequence finds a sequence in them.
+// where they do, says which layer to read.
 struct AttentionParams : AttentionProblem {
   const void* q = nullptr;             // [batch, q_len, q_heads, head_dim]   q_dtype
   const void* k = nullptr;             // [batch, kv_len, kv_heads, head_dim] kv_dtype
@@ -67,29 +75,6 @@ struct AttentionParams : AttentionProblem {
   float* lse = nullptr;                // [batch, q_len, q_heads], natural log; null: not wanted
 };
 
-// Contract C1 and C2: how many slots, counted from slot 0, the row at `position` sees.
-// Written so that position = INT32_MAX cannot overflow.
-#ifdef __CUDACC__
-__host__ __device__
-#endif
-    constexpr int32_t VisibleSlots(int32_t position, int32_t kv_len) {
-  return position < 0 ? 0 : (position < kv_len ? position + 1 : kv_len);
-}
-
-// Which sequence of k and v, counted over all that are stacked there, sequence `b` of q reads. A
-// layer outside the stack is the nearest one in it: memory safety cannot rest on data. Where
-// `layer` lies on a device, only that device calls this.
-template <typename Int>
-#ifdef __CUDACC__
-__host__ __device__
-#endif
-    constexpr Int CacheSequence(const int32_t* layer, Int layers, Int layer_batch, Int b) {
-  if (layer == nullptr) return b;
-  const Int wanted = *layer;
-  const Int chosen = wanted < 0 ? 0 : (wanted < layers ? wanted : layers - 1);
-  return b + (b / layer_batch * (layers - 1) + chosen) * layer_batch;
-}
-
 }  // namespace jax_fa
 
-#endif  // JAX_FA_FFI_ATTENTION_PARAMS_H_
+#endif  // JAX_FA_ATTENTION_PROBLEM_H_
