@@ -51,6 +51,10 @@ struct AttentionProblem {
   DType kv_dtype = DType::kFloat16;  // float16 or bfloat16; equals q_dtype when that is 16-bit
   float scale = 1.0f;                // finite, any sign; scores = scale * q.k
   bool chunk_invariant = true;       // contract C5: a row's bits depend on that row alone
+  int32_t sliding_window = 0;        // W: a row at p sees at most the slots p-W+1 .. p; 0: all
+  float logits_soft_cap = 0.0f;      // finite, > 0: s -> cap * tanh(s / cap) after scale; 0: none
+  bool has_starts = false;           // rows have a first slot
+  bool has_sinks = false;            // query heads have a sink
 
   int64_t q_heads_per_kv_head() const { return q_heads / kv_heads; }
   // Rows of output: one per (sequence, token, query head).
@@ -71,8 +75,16 @@ struct AttentionParams : AttentionProblem {
   const int32_t* positions = nullptr;  // [batch, q_len]
   const int32_t* layer = nullptr;      // one value, any; null: k and v are no stacks
   int64_t layer_batch = 0;             // read only where layer is not null
-  void* out = nullptr;                 // [batch, q_len, q_heads, head_dim]   q_dtype
-  float* lse = nullptr;                // [batch, q_len, q_heads], natural log; null: not wanted
+  // First slot that a row may see, any value; null: 0. [batch], or [batch, q_len] with
+  // starts_by_row.
+  const int32_t* starts = nullptr;
+  bool starts_by_row = false;
+  // A logit a query head, natural units, joined to the row's capped logits with the value 0; null:
+  // none. [q_heads], or [batch, q_heads] with sinks_by_sequence.
+  const float* sinks = nullptr;
+  bool sinks_by_sequence = false;
+  void* out = nullptr;   // [batch, q_len, q_heads, head_dim]   q_dtype
+  float* lse = nullptr;  // [batch, q_len, q_heads], natural log; null: not wanted
 };
 
 }  // namespace jax_fa

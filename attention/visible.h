@@ -23,6 +23,26 @@ constexpr JAX_FA_HOST_DEVICE Visible VisibleSlots(int32_t position, int32_t kv_l
   return {0, position < 0 ? 0 : (position < kv_len ? position + 1 : kv_len)};
 }
 
+// The same with a first slot and a window (0: none), whose lower bound goes by the position as it
+// is, not cut to the cache.
+constexpr JAX_FA_HOST_DEVICE Visible VisibleSlots(int32_t position, int32_t start, int32_t window,
+                                                  int32_t kv_len) {
+  const int32_t hi = VisibleSlots(position, kv_len).hi;
+  int32_t lo = start > 0 ? start : 0;
+  if (position >= 0 && window > 0 && position - window + 1 > lo) lo = position - window + 1;
+  return lo < hi ? Visible{lo, hi} : Visible{0, 0};
+}
+
+// Of token `t` of sequence `b`.
+constexpr JAX_FA_HOST_DEVICE Visible VisibleSlots(const AttentionParams& params, int64_t b,
+                                                  int64_t t) {
+  const int64_t row = b * params.q_len + t;
+  const int32_t start =
+      params.starts == nullptr ? 0 : params.starts[params.starts_by_row ? row : b];
+  return VisibleSlots(params.positions[row], start, params.sliding_window,
+                      static_cast<int32_t>(params.kv_len));
+}
+
 // KV tiles, of `kTile` slots counted from slot 0, of a tile of rows: those in [first, end) are
 // seen by some row, and of these the ones in [whole_begin, whole_end) are seen whole by every row
 // that is not empty. whole_begin <= whole_end, and both lie in [first, end].
