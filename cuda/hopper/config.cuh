@@ -30,8 +30,10 @@ struct Tuning128 {
   static constexpr bool kStagesOutput = true;
   // The softmax of a KV tile runs under the product P.V of the one before, not after it.
   static constexpr bool kSoftmaxUnderOutput = true;
+  // A query tile has all query heads of a KV head: row = head * box_tokens + token.
+  static constexpr bool kPacksHeads = false;
   // The KV tiles of a query tile are shared out over the blocks of a cluster; see split.cuh.
-  static constexpr bool kSplitsKv = false;
+  static constexpr bool kSharesSlots = false;
 };
 
 // Query tiles of 64 rows, two blocks on an SM: for few query rows.
@@ -46,13 +48,15 @@ struct Tuning128Small : Tuning128 {
 struct Tuning128Split : Tuning128 {
   static constexpr int kQStages = 1;
   static constexpr bool kStagesOutput = false;
-  static constexpr bool kSplitsKv = true;
+  static constexpr bool kPacksHeads = true;
+  static constexpr bool kSharesSlots = true;
 };
 
 // The same where a consumer's rows are enough.
 struct Tuning128SplitSmall : Tuning128Small {
   static constexpr bool kStagesOutput = false;
-  static constexpr bool kSplitsKv = true;
+  static constexpr bool kPacksHeads = true;
+  static constexpr bool kSharesSlots = true;
 };
 
 // Half the products for the same exponentials: a third consumer hides more of them, and leaves no
@@ -78,7 +82,8 @@ struct Tuning64Split : Tuning128Split {};
 
 struct Tuning64SplitSmall : Tuning64Small {
   static constexpr bool kStagesOutput = false;
-  static constexpr bool kSplitsKv = true;
+  static constexpr bool kPacksHeads = true;
+  static constexpr bool kSharesSlots = true;
 };
 
 // The output takes 128 registers a thread, and Q 64 KB: there is one stage, free for the next Q
@@ -120,7 +125,7 @@ struct Config : Tuning {
   // The first scores are multiplied before the tile is described, and their first kFirstPanels
   // panels before the others have arrived. A float32 Q is found by the description; at D = 256
   // there are no registers to spare. Where a block's share of the KV tiles begins is known by it.
-  static constexpr bool kStartsEarly = !kFloatQuery && kHeadDim <= 128 && !Tuning::kSplitsKv;
+  static constexpr bool kStartsEarly = !kFloatQuery && kHeadDim <= 128 && !Tuning::kSharesSlots;
   static constexpr int kFirstPanels = kStartsEarly ? kPanels / 2 : 0;
 
   static constexpr bool kStoresThroughShared = Tuning::kStagesOutput && !kFloatQuery;
@@ -190,14 +195,14 @@ struct KernelParams {
   Divisor section_tiles;
   Divisor section_heads;
   Divisor last_section_heads;  // it may have fewer
-  Divisor heads_of_sequence;   // query heads; where KV tiles are split, KV heads
+  Divisor heads_of_sequence;   // query heads; where a tile packs them, KV heads
   Divisor group;               // query heads of a KV head
   float query_factor;          // a float32 q is multiplied by it before it is rounded
   float score_factor;          // scores * score_factor are logarithms to base 2 of the weights
   int32_t layers;              // as in AttentionParams, and so are the next two
   int32_t layer_batch;
   const int32_t* layer;
-  // Where KV tiles are split, a consumer's rows are `group` heads of box_tokens tokens each.
+  // Where a tile packs heads, a consumer's rows are `group` heads of box_tokens tokens each.
   Divisor box_tokens;
 };
 
@@ -205,7 +210,7 @@ struct TensorMaps {
   CUtensorMap q;  // box [64 columns, kConsumerRows tokens], or all heads of box_tokens tokens
   CUtensorMap k;  // box [64 columns, kTileKV slots]
   CUtensorMap v;
-  CUtensorMap out;  // box [64 columns, 16 tokens]: a warp's rows; not where KV tiles are split
+  CUtensorMap out;  // box [64 columns, 16 tokens]: a warp's rows; not where a tile packs heads
 };
 
 }  // namespace jax_fa::cuda::hopper

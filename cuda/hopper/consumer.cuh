@@ -10,6 +10,7 @@
 #include "cuda/hopper/epilogue.cuh"
 #include "cuda/hopper/pipeline.cuh"
 #include "cuda/hopper/rare_paths.cuh"
+#include "cuda/hopper/seat.cuh"
 #include "cuda/hopper/softmax.cuh"
 #include "cuda/hopper/split.cuh"
 #include "cuda/ptx/wgmma.cuh"
@@ -127,7 +128,7 @@ __device__ __forceinline__ void ConsumeTiles(SharedStorage<C>& shared, const Ten
     if constexpr (!C::kStartsEarly) read_info();
     if constexpr (C::kFloatQuery) {
       ConvertQuery<C>(seat, shared.q[order.QStage()]);
-    } else if constexpr (C::kSplitsKv) {
+    } else if constexpr (C::kPacksHeads) {
       ZeroMissingRows<C>(seat, shared.q[order.QStage()]);
     }
 
@@ -233,12 +234,12 @@ __device__ __forceinline__ void ConsumeTiles(SharedStorage<C>& shared, const Ten
     ptx::wgmma_fence();
     IssueOutput<C>(out, probs, kv_base + ring.stage * C::kKvBytes);
     float inverse[2];
-    if constexpr (!C::kSplitsKv) FinishSums<C>(seat, rows, inverse);  // under the last product
+    if constexpr (!C::kSharesSlots) FinishSums<C>(seat, rows, inverse);  // under the last product
     ptx::wgmma_wait_group<0>();
     ptx::pin_registers(out);
     FreeKvStage<C>(shared, ring.stage);
     ring.Advance();
-    if constexpr (C::kSplitsKv) {
+    if constexpr (C::kSharesSlots) {
       FinishShare<C>(shared, seat, rows, out);
     } else {
       FinishTile<C>(shared, seat, maps.out, inverse, out);

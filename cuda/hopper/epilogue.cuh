@@ -9,6 +9,7 @@
 #include "cuda/hopper/config.cuh"
 #include "cuda/hopper/pipeline.cuh"
 #include "cuda/hopper/rare_paths.cuh"
+#include "cuda/hopper/seat.cuh"
 #include "cuda/hopper/softmax.cuh"
 #include "cuda/ptx/warp.cuh"
 

@@ -46,7 +46,7 @@ cudaError_t MakeTensorMaps(const AttentionParams& params, TensorMaps* maps) {
   if (error != cudaSuccess) return error;
   error = EncodeTensorMap(empty ? params.q : params.v, cache, type, C::kTileKV, 1, &maps->v);
   if (error != cudaSuccess || C::kFloatQuery) return error;
-  if constexpr (C::kSplitsKv) {
+  if constexpr (C::kPacksHeads) {
     return EncodeTensorMap(params.q, rows, type, BoxTokens(params),
                            static_cast<int>(params.q_heads_per_kv_head()), &maps->q);
   }
@@ -88,22 +88,23 @@ KernelParams MakeKernelParams(const AttentionParams& params, int sm_count, int l
   p.layer_batch = static_cast<int32_t>(params.layer_batch);
   // Heads as query tiles are counted by: a split tile has all query heads of a KV head.
   const int64_t group = params.q_heads_per_kv_head();
-  const int64_t heads = params.batch * (C::kSplitsKv ? params.kv_heads : params.q_heads);
-  if constexpr (C::kSplitsKv) p.box_tokens = Divisor(BoxTokens(params));
-  const int64_t tile_tokens = C::kSplitsKv ? C::kConsumers * BoxTokens(params) : C::kTileQ;
+  const int64_t heads = params.batch * (C::kPacksHeads ? params.kv_heads : params.q_heads);
+  if constexpr (C::kPacksHeads) p.box_tokens = Divisor(BoxTokens(params));
+  const int64_t tile_tokens = C::kPacksHeads ? C::kConsumers * BoxTokens(params) : C::kTileQ;
   p.q_tiles = CeilDiv(params.q_len, tile_tokens);
   p.tiles = static_cast<int32_t>(p.q_tiles * heads);
   const int64_t kv_heads = params.batch * params.kv_heads;
   // Split tiles go head by head: neighbouring clusters then read the same slots at the same time.
   const int64_t sections =
-      C::kSplitsKv ? kv_heads : CountSections(params, p.tiles, sm_count, l2_bytes);
+      C::kPacksHeads ? kv_heads : CountSections(params, p.tiles, sm_count, l2_bytes);
   const int64_t section_kv_heads = CeilDiv(kv_heads, sections);
-  const int32_t section_heads = static_cast<int32_t>(section_kv_heads * (C::kSplitsKv ? 1 : group));
+  const int32_t section_heads =
+      static_cast<int32_t>(section_kv_heads * (C::kPacksHeads ? 1 : group));
   p.sections = CeilDiv(heads, section_heads);
   p.section_tiles = Divisor(section_heads * p.q_tiles);
   p.section_heads = Divisor(section_heads);
   p.last_section_heads = Divisor(static_cast<int32_t>(heads - (p.sections - 1) * section_heads));
-  p.heads_of_sequence = Divisor(C::kSplitsKv ? p.kv_heads : p.q_heads);
+  p.heads_of_sequence = Divisor(C::kPacksHeads ? p.kv_heads : p.q_heads);
   p.group = Divisor(static_cast<int32_t>(group));
   // A float32 q takes the scale before it is rounded, unless that could overflow a float16.
   const bool scale_q = C::kFloatQuery && params.scale <= 1.0f;
@@ -129,7 +130,7 @@ cudaError_t Launch(const AttentionParams& params, cudaStream_t stream) {
   error = MakeTensorMaps<C>(params, &maps);
   if (error != cudaSuccess) return error;
   const KernelParams kernel_params = MakeKernelParams<C>(params, sm_count, l2_bytes);
-  if constexpr (C::kSplitsKv) {
+  if constexpr (C::kSharesSlots) {
     int blocks = 1;
     error = ChooseClusterBlocks<C>(params, kernel_params.tiles, device, sm_count, &blocks);
     if (error != cudaSuccess) return error;

@@ -13,6 +13,7 @@
 #include "cuda/hopper/config.cuh"
 #include "cuda/hopper/consumer.cuh"
 #include "cuda/hopper/producer.cuh"
+#include "cuda/hopper/tiles.cuh"
 
 namespace jax_fa::cuda::hopper {
 
@@ -67,13 +68,13 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   // Written: the mbarriers, by warp 1; no role may use one before. That consumers wait for warp 0
   // too keeps their instructions from being fetched before its own.
   __syncthreads();
-  if (!C::kSplitsKv && warp == 0) LoadTileStart<C>(shared, 0, 0, maps, first);
+  if (!C::kSharesSlots && warp == 0) LoadTileStart<C>(shared, 0, 0, maps, first);
 
   if (warp >= kWarpgroup / 32) {
     ptx::setmaxnreg_inc<C::kConsumerRegisters>();
     ConsumeTiles<C>(shared, maps, params, warp / 4 - 1);
   } else if (warp == 0) {
-    if constexpr (C::kSplitsKv) {
+    if constexpr (C::kSharesSlots) {
       ProduceShare<C>(shared, maps, params, first, first_positions);
     } else {
       ProduceTiles<C>(shared, maps, params, first_positions);

@@ -8,6 +8,7 @@
 #include "attention/visible.h"
 #include "cuda/hopper/config.cuh"
 #include "cuda/hopper/pipeline.cuh"
+#include "cuda/hopper/tiles.cuh"
 
 namespace jax_fa::cuda::hopper {
 
@@ -75,8 +76,8 @@ struct QueryBox {
 
 // Loads what a query tile begins with, in the order in which it is used: the kFirstPanels of
 // consumer 0's Q and of K0, the other panels of both, the other consumers' Q. Slot 0 is visible to
-// every row that sees any, so K0 is wanted whatever the positions are; where KV tiles are split, K0
-// is the first of the block's share. All lanes of the producer warp call it; one loads.
+// every row that sees any, so K0 is wanted whatever the positions are; where slots are shared out,
+// K0 is the first of the block's share. All lanes of the producer warp call it; one loads.
 template <typename C>
 __device__ __forceinline__ void LoadTileStart(SharedStorage<C>& shared, uint32_t q_stage,
                                               uint32_t kv_stage, const TensorMaps& maps,
@@ -162,7 +163,7 @@ __device__ __forceinline__ TileInfo DescribeTile(SharedStorage<C>& shared, uint3
 #pragma unroll
   for (int i = 0; i < C::kTileQ / 32; ++i) {
     int32_t visible = VisibleSlots(positions.of_row[i], params.kv_len).hi;
-    if constexpr (C::kSplitsKv) visible = min(max(visible - share.first_slot, 0), share.slots);
+    if constexpr (C::kSharesSlots) visible = min(max(visible - share.first_slot, 0), share.slots);
     shared.visible[stage][32 * i + threadIdx.x % 32] = visible;
     // Empty rows bound nothing: their output is zero whatever they compute.
     most = max(most, visible);
@@ -174,7 +175,7 @@ __device__ __forceinline__ TileInfo DescribeTile(SharedStorage<C>& shared, uint3
   if (threadIdx.x == 0) {
     shared.tile[stage] = info;
     shared.q_sequence[stage] = place.sequence;
-    if constexpr (C::kSplitsKv) shared.first_slot = share.first_slot;
+    if constexpr (C::kSharesSlots) shared.first_slot = share.first_slot;
   }
   return info;
 }

@@ -8,68 +8,11 @@
 #include <cstdint>
 
 #include "cuda/hopper/config.cuh"
-#include "cuda/hopper/pipeline.cuh"
+#include "cuda/hopper/seat.cuh"
 #include "cuda/hopper/softmax.cuh"
+#include "cuda/tile/convert.h"
 
 namespace jax_fa::cuda::hopper {
-
-template <typename Element>
-__device__ __forceinline__ float2 Unpack(uint32_t pair) {
-  if constexpr (std::is_same_v<Element, __half>) {
-    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
-  } else {
-    return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&pair));
-  }
-}
-
-// What a consumer thread works on. Little is held in registers: what only the rare paths and the
-// epilogue need is read again from shared memory.
-template <typename C>
-struct Seat {
-  const SharedStorage<C>& shared;
-  const KernelParams& params;
-  uint32_t q_stage;
-  uint32_t info_stage;
-  int consumer;
-
-  __device__ const TileInfo& Tile() const { return shared.tile[info_stage]; }
-  // This thread's first row in the query tile; its second is 8 further.
-  __device__ int Row() const {
-    return kConsumerRows * consumer + threadIdx.x % kWarpgroup / 32 * 16 + threadIdx.x % 32 / 4;
-  }
-  // Slots that its rows see: [0] and [8].
-  __device__ const int32_t* Visible() const { return &shared.visible[info_stage][Row()]; }
-  __device__ int32_t QSequence() const { return shared.q_sequence[info_stage]; }
-  __device__ bool Exists(int row) const { return RowExists<C>(params, Tile().q_start, row); }
-  // Row of q, out and lse in device memory of row `row` of the tile.
-  __device__ int64_t GlobalRow(int row) const {
-    const TileInfo& tile = Tile();
-    const RowPlace place = PlaceOfRow<C>(params, row);
-    return (static_cast<int64_t>(QSequence()) * params.q_len + tile.q_start + place.token) *
-               params.q_heads +
-           tile.q_head + place.head;
-  }
-  // The block's first slot of the cache, from which the tile counts, and the slots from there on.
-  __device__ int32_t FirstSlot() const {
-    if constexpr (C::kSplitsKv) return shared.first_slot;
-    return 0;
-  }
-  __device__ int32_t KvLen() const { return params.kv_len - FirstSlot(); }
-  __device__ const typename C::Element* KvRow(const void* cache, int32_t slot) const {
-    const TileInfo& tile = Tile();
-    const int32_t kv_head = params.group.Quotient(tile.q_head);
-    const int64_t row =
-        (static_cast<int64_t>(tile.kv_sequence) * params.kv_len + FirstSlot() + slot) *
-            params.kv_heads +
-        kv_head;
-    return static_cast<const typename C::Element*>(cache) + row * params.head_dim;
-  }
-};
-
-// Byte offset in a tile of swizzled panels of the 16-byte chunk `chunk` of row `row`.
-__device__ __forceinline__ int SwizzledOffset(int panel_bytes, int row, int chunk) {
-  return chunk / 8 * panel_bytes + row * 128 + (chunk % 8 ^ row % 8) * 16;
-}
 
 // q . k of row `row` of the tile and `slot`, from Q in shared memory and K in device memory.
 template <typename C>
@@ -85,8 +28,8 @@ __device__ __forceinline__ float Score(const Seat<C>& seat, int row, int32_t slo
     const uint32_t ks[4] = {k.x, k.y, k.z, k.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float2 a = Unpack<typename C::Element>(qs[i]);
-      const float2 b = Unpack<typename C::Element>(ks[i]);
+      const float2 a = Unpack2<typename C::Element>(qs[i]);
+      const float2 b = Unpack2<typename C::Element>(ks[i]);
       score = __fmaf_rn(a.x, b.x, __fmaf_rn(a.y, b.y, score));
     }
   }
@@ -172,7 +115,7 @@ __device__ __forceinline__ void AddUnfiniteSlots(const Seat<C>& seat, int32_t fi
       const int column = 8 * i + 2 * (threadIdx.x % 4);
       if (column >= seat.params.head_dim) continue;
       const float2 pair =
-          Unpack<typename C::Element>(*reinterpret_cast<const uint32_t*>(v_row + column));
+          Unpack2<typename C::Element>(*reinterpret_cast<const uint32_t*>(v_row + column));
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         if (slot >= visible[r]) continue;

@@ -5,13 +5,11 @@
 #ifndef JAX_FA_CUDA_HOPPER_SOFTMAX_CUH_
 #define JAX_FA_CUDA_HOPPER_SOFTMAX_CUH_
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cstdint>
 
 #include "cuda/hopper/config.cuh"
 #include "cuda/ptx/warp.cuh"
+#include "cuda/tile/convert.h"
 
 namespace jax_fa::cuda::hopper {
 
@@ -125,13 +123,7 @@ __device__ __forceinline__ void PackWeights(const float (&weights)[kCount],
                                             uint32_t (&probs)[kCount / 2]) {
 #pragma unroll
   for (int i = 0; i < kCount / 2; ++i) {
-    if constexpr (std::is_same_v<Element, __half>) {
-      const __half2 pair = __floats2half2_rn(weights[2 * i], weights[2 * i + 1]);
-      probs[i] = *reinterpret_cast<const uint32_t*>(&pair);
-    } else {
-      const __nv_bfloat162 pair = __floats2bfloat162_rn(weights[2 * i], weights[2 * i + 1]);
-      probs[i] = *reinterpret_cast<const uint32_t*>(&pair);
-    }
+    probs[i] = Pack2<Element>(weights[2 * i], weights[2 * i + 1]);
   }
 }
 

@@ -44,7 +44,7 @@ struct SharedStorage {
   alignas(128) KvT q[kTileQ][kRow];
   alignas(128) KvT k[kTileKv][kRow];
   alignas(128) KvT v[kTileKv][kHeadDim];
-  // Also holds the probabilities, see StoreProbs.
+  // Also holds the probabilities, see ProbsOfRow.
   alignas(128) float scores[kTileQ][kTileKv];
 };
 
