@@ -101,149 +101,198 @@ __device__ __forceinline__ void FreeKvStage(SharedStorage<C>& shared, uint32_t s
   if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&shared.kv_free[stage]);
 }
 
+// A consumer's end of the ring of K and V tiles, which it reads in the order K0 K1 V0 K2 V1 ..
+template <typename C>
+struct KvReader {
+  SharedStorage<C>& shared;
+  uint32_t base;  // address of the ring's first stage
+  RingPlace<C::kKvStages> place;
+
+  // Written: by TMA, or for V of a masked tile by the inspectors. Without it a tile is multiplied
+  // before it is there.
+  __device__ void Wait() const {
+    ptx::mbarrier_wait_parity(&shared.kv_full[place.stage], place.parity);
+  }
+  __device__ uint32_t Address() const { return base + place.stage * C::kKvBytes; }
+  // Goes on to the next tile; returns the stage of this one, which is to be freed.
+  __device__ uint32_t Take() {
+    const uint32_t stage = place.stage;
+    place.Advance();
+    return stage;
+  }
+};
+
+// What a thread holds of a query tile, in registers.
+template <typename C>
+struct TileRegisters {
+  RowState rows;
+  float scores[C::kScoreRegisters];  // then the weights
+  float out[C::kOutRegisters];
+  uint32_t probs[C::kProbRegisters];
+  // A raised shift reaches the output a step later: what is raised is known while P.V may still
+  // write the output, and a wait for it must be the whole warpgroup's, not a raising warp's.
+  bool raised = false;
+  float factor[2] = {1.0f, 1.0f};
+};
+
+// The KV tiles of a query tile, as the producer describes them. Broadcast, so that the compiler
+// takes what follows from them for uniform: descriptors then stay in uniform registers.
+struct KvTiles {
+  int32_t count = 0;
+  int32_t whole = 0;  // of these, the first so many are seen whole by every row
+};
+
+template <typename C>
+__device__ __forceinline__ KvTiles ReadInfo(SharedStorage<C>& shared, const Seat<C>& seat,
+                                            uint32_t parity) {
+  // Written: by the producer warp (TileInfo, row limits).
+  ptx::mbarrier_wait_parity(&shared.info_full[seat.q_stage], parity);
+  return {__shfl_sync(~0u, seat.Tile().kv_tiles, 0), __shfl_sync(~0u, seat.Tile().whole_tiles, 0)};
+}
+
+// Issues the first scores. Written, by TMA: the first panels of K0 and of consumer 0's Q, or all of
+// both; the other consumers' Q, for which they wait alone (at D = 256 consumer 0 does too, for want
+// of registers for the branch).
+template <typename C>
+__device__ __forceinline__ void IssueFirstScores(const Seat<C>& seat, const KvReader<C>& kv,
+                                                 uint32_t q_address, uint32_t q_parity,
+                                                 const Turns<C::kConsumers>& turns,
+                                                 float (&scores)[C::kScoreRegisters]) {
+  SharedStorage<C>& shared = kv.shared;
+  if constexpr (C::kFirstPanels > 0) {
+    ptx::mbarrier_wait_parity(&shared.first_panels_full[seat.q_stage], q_parity);
+  } else {
+    kv.Wait();
+  }
+  if constexpr (!C::kFloatQuery && C::kConsumers > 1) {
+    if (!C::kStartsEarly || seat.consumer > 0) {
+      ptx::mbarrier_wait_parity(&shared.other_q_full[seat.q_stage], q_parity);
+    }
+  }
+  turns.Wait();
+  ptx::wgmma_fence();
+  const uint32_t k0_address = kv.Address();
+  if constexpr (C::kFirstPanels > 0) {
+    IssueScores<C, 0, C::kFirstPanels>(scores, q_address, k0_address);
+    kv.Wait();           // the other panels
+    ptx::wgmma_fence();  // ptxas would put one here itself, and warn
+  }
+  IssueScores<C, C::kFirstPanels, C::kPanels>(scores, q_address, k0_address);
+  ptx::wgmma_commit_group();
+  turns.Pass();
+}
+
+// Step `tile`: the scores of this tile and the output of the one before are multiplied while the
+// other warpgroup does its exponentials, and the other way round.
+template <typename C>
+__device__ __forceinline__ void StepTile(const Seat<C>& seat, KvReader<C>& kv, uint32_t q_address,
+                                         const Turns<C::kConsumers>& turns, int32_t tile,
+                                         bool masked, TileRegisters<C>& r) {
+  SharedStorage<C>& shared = kv.shared;
+  const float score_factor = seat.params.score_factor;
+  kv.Wait();
+  const uint32_t k_address = kv.Address();
+  turns.Wait();
+  ptx::wgmma_fence();
+  IssueScores<C, 0, C::kPanels>(r.scores, q_address, k_address);
+  ptx::wgmma_commit_group();
+  const uint32_t k_stage = kv.Take();
+  if (r.raised) ScaleOutput<C>(r.factor, r.out);
+  kv.Wait();
+  const uint32_t v_address = kv.Address();
+  const uint32_t v_stage = kv.Take();
+  ptx::wgmma_fence();
+  IssueOutput<C>(r.out, r.probs, v_address);
+  turns.Pass();
+
+  ptx::wgmma_wait_group<1>();
+  ptx::pin_registers(r.scores);
+  FreeKvStage<C>(shared, k_stage);
+  auto finish_output = [&] {
+    ptx::wgmma_wait_group<0>();
+    ptx::pin_registers(r.out);
+    FreeKvStage<C>(shared, v_stage);
+  };
+  if constexpr (!C::kSoftmaxUnderOutput) finish_output();
+  if (masked) MaskScores(r.scores, seat.Visible(), tile * C::kTileKV);
+  float tile_sum[2] = {0.0f, 0.0f};
+  Exponentiate(r.scores, r.rows, score_factor, tile_sum);
+  // ptxas moves a wait up past arithmetic, but not past this branch, which needs all of it.
+  r.raised = __any_sync(~0u, fmaxf(tile_sum[0], tile_sum[1]) > kRaiseAbove);
+  if (r.raised) RaiseShifts<C>(seat, tile * C::kTileKV, r.rows, r.scores, tile_sum, r.factor);
+  if constexpr (C::kSoftmaxUnderOutput) finish_output();
+  r.rows.sum[0] = __fadd_rn(r.rows.sum[0], tile_sum[0]);
+  r.rows.sum[1] = __fadd_rn(r.rows.sum[1], tile_sum[1]);
+  PackWeights<typename C::Element>(r.scores, r.probs);
+}
+
+// The last product, and the query tile's end under and behind it.
+template <typename C>
+__device__ __forceinline__ void FinishProducts(const Seat<C>& seat, KvReader<C>& kv,
+                                               const CUtensorMap& out_map, TileRegisters<C>& r) {
+  if (r.raised) ScaleOutput<C>(r.factor, r.out);
+  kv.Wait();
+  ptx::wgmma_fence();
+  IssueOutput<C>(r.out, r.probs, kv.Address());
+  float inverse[2];
+  if constexpr (!C::kSharesSlots) FinishSums<C>(seat, r.rows, inverse);  // under the last product
+  ptx::wgmma_wait_group<0>();
+  ptx::pin_registers(r.out);
+  FreeKvStage<C>(kv.shared, kv.Take());
+  if constexpr (C::kSharesSlots) {
+    FinishShare<C>(kv.shared, seat, r.rows, r.out);
+  } else {
+    FinishTile<C>(kv.shared, seat, out_map, inverse, r.out);
+  }
+}
+
 // A consumer's life: query tile by query tile, each warpgroup issuing products in its turn.
 template <typename C>
 __device__ __forceinline__ void ConsumeTiles(SharedStorage<C>& shared, const TensorMaps& maps,
                                              const KernelParams& params, int consumer) {
   const Turns<C::kConsumers> turns(consumer);
-  const float score_factor = params.score_factor;
-  // Broadcast, as kv_tiles and whole_tiles below, so that the compiler takes what follows from them
-  // for uniform: descriptors then stay in uniform registers.
+  // Broadcast for the reason that KvTiles are.
   const uint32_t tiles_base = __shfl_sync(~0u, SharedAddress(&shared), 0);
   const uint32_t q_base = tiles_base + kConsumerPanelBytes * consumer;
-  const uint32_t kv_base = tiles_base + static_cast<uint32_t>(offsetof(SharedStorage<C>, kv));
-  RingPlace<C::kKvStages> ring;
+  KvReader<C> kv = {shared, tiles_base + static_cast<uint32_t>(offsetof(SharedStorage<C>, kv)), {}};
 
   for (TileOrder<C> order(params.tiles); !order.Done(); order.Next()) {
     const Seat<C> seat = {shared, params, order.QStage(), order.InfoStage(), consumer};
-    int32_t kv_tiles = 0;
-    int32_t whole_tiles = 0;
-    auto read_info = [&] {
-      // Written: by the producer warp (TileInfo, row limits).
-      ptx::mbarrier_wait_parity(&shared.info_full[order.QStage()], order.QParity());
-      kv_tiles = __shfl_sync(~0u, seat.Tile().kv_tiles, 0);
-      whole_tiles = __shfl_sync(~0u, seat.Tile().whole_tiles, 0);
-    };
     const uint32_t q_address = q_base + order.QStage() * C::kQBytes;
-    if constexpr (!C::kStartsEarly) read_info();
+    KvTiles tiles;
+    if constexpr (!C::kStartsEarly) tiles = ReadInfo<C>(shared, seat, order.QParity());
     if constexpr (C::kFloatQuery) {
       ConvertQuery<C>(seat, shared.q[order.QStage()]);
     } else if constexpr (C::kPacksHeads) {
       ZeroMissingRows<C>(seat, shared.q[order.QStage()]);
     }
 
-    RowState rows;
-    float scores[C::kScoreRegisters];
-    float out[C::kOutRegisters];
-    uint32_t probs[C::kProbRegisters];
+    TileRegisters<C> r;
 #pragma unroll
-    for (int i = 0; i < C::kOutRegisters; ++i) out[i] = 0.0f;
+    for (int i = 0; i < C::kOutRegisters; ++i) r.out[i] = 0.0f;
 
-    // Written: by TMA, or for V of a masked tile by the inspectors.
-    auto wait_for_kv = [&] { ptx::mbarrier_wait_parity(&shared.kv_full[ring.stage], ring.parity); };
-
-    // First tile: its largest scores set the rows' shifts. Written, by TMA: the first panels of K0
-    // and of consumer 0's Q, or all of both; the other consumers' Q, for which they wait alone (at
-    // D = 256 consumer 0 does too, for want of registers for the branch).
-    if constexpr (C::kFirstPanels > 0) {
-      ptx::mbarrier_wait_parity(&shared.first_panels_full[order.QStage()], order.QParity());
-    } else {
-      wait_for_kv();
-    }
-    if constexpr (!C::kFloatQuery && C::kConsumers > 1) {
-      if (!C::kStartsEarly || consumer > 0) {
-        ptx::mbarrier_wait_parity(&shared.other_q_full[order.QStage()], order.QParity());
-      }
-    }
-    turns.Wait();
-    ptx::wgmma_fence();
-    const uint32_t k0_address = kv_base + ring.stage * C::kKvBytes;
-    if constexpr (C::kFirstPanels > 0) {
-      IssueScores<C, 0, C::kFirstPanels>(scores, q_address, k0_address);
-      wait_for_kv();       // the other panels
-      ptx::wgmma_fence();  // ptxas would put one here itself, and warn
-    }
-    IssueScores<C, C::kFirstPanels, C::kPanels>(scores, q_address, k0_address);
-    ptx::wgmma_commit_group();
-    turns.Pass();
-    if constexpr (C::kStartsEarly) read_info();
+    // The first tile's largest scores set the rows' shifts.
+    IssueFirstScores<C>(seat, kv, q_address, order.QParity(), turns, r.scores);
+    if constexpr (C::kStartsEarly) tiles = ReadInfo<C>(shared, seat, order.QParity());
     if (C::kQStages > 1 && order.HasPrevious()) {
       if constexpr (C::kStoresThroughShared) WaitForStore();  // of the tile before: long done
       FreeQStage<C>(shared, order.PreviousQStage());
     }
     ptx::wgmma_wait_group<0>();
-    ptx::pin_registers(scores);
-    FreeKvStage<C>(shared, ring.stage);
-    ring.Advance();
-    if (whole_tiles == 0) MaskScores(scores, seat.Visible(), 0);
-    StartRows(scores, score_factor, rows);
-    PackWeights<typename C::Element>(scores, probs);
+    ptx::pin_registers(r.scores);
+    FreeKvStage<C>(shared, kv.Take());
+    if (tiles.whole == 0) MaskScores(r.scores, seat.Visible(), 0);
+    StartRows(r.scores, params.score_factor, r.rows);
+    PackWeights<typename C::Element>(r.scores, r.probs);
 
-    // Step `tile`: the scores of this tile and the output of the one before are multiplied while
-    // the other warpgroup does its exponentials, and the other way round.
-    //
-    // A raised shift reaches the output a step later: what is raised is known while P.V may still
-    // write the output, and a wait for it must be the whole warpgroup's, not a raising warp's.
-    bool raised = false;
-    float factor[2] = {1.0f, 1.0f};
-    for (int32_t tile = 1; tile < kv_tiles; ++tile) {
-      wait_for_kv();
-      const uint32_t k_stage = ring.stage;
-      turns.Wait();
-      ptx::wgmma_fence();
-      IssueScores<C, 0, C::kPanels>(scores, q_address, kv_base + k_stage * C::kKvBytes);
-      ptx::wgmma_commit_group();
-      ring.Advance();
-      if (raised) ScaleOutput<C>(factor, out);
-      wait_for_kv();
-      const uint32_t v_stage = ring.stage;
-      ring.Advance();
-      ptx::wgmma_fence();
-      IssueOutput<C>(out, probs, kv_base + v_stage * C::kKvBytes);
-      turns.Pass();
-
-      ptx::wgmma_wait_group<1>();
-      ptx::pin_registers(scores);
-      FreeKvStage<C>(shared, k_stage);
-      if constexpr (!C::kSoftmaxUnderOutput) {
-        ptx::wgmma_wait_group<0>();
-        ptx::pin_registers(out);
-        FreeKvStage<C>(shared, v_stage);
-      }
-      if (tile >= whole_tiles) MaskScores(scores, seat.Visible(), tile * C::kTileKV);
-      float tile_sum[2] = {0.0f, 0.0f};
-      Exponentiate(scores, rows, score_factor, tile_sum);
-      // ptxas moves a wait up past arithmetic, but not past this branch, which needs all of it.
-      raised = __any_sync(~0u, fmaxf(tile_sum[0], tile_sum[1]) > kRaiseAbove);
-      if (raised) RaiseShifts<C>(seat, tile * C::kTileKV, rows, scores, tile_sum, factor);
-      if constexpr (C::kSoftmaxUnderOutput) {
-        ptx::wgmma_wait_group<0>();
-        ptx::pin_registers(out);
-        FreeKvStage<C>(shared, v_stage);
-      }
-      rows.sum[0] = __fadd_rn(rows.sum[0], tile_sum[0]);
-      rows.sum[1] = __fadd_rn(rows.sum[1], tile_sum[1]);
-      PackWeights<typename C::Element>(scores, probs);
+    for (int32_t tile = 1; tile < tiles.count; ++tile) {
+      StepTile<C>(seat, kv, q_address, turns, tile, tile >= tiles.whole, r);
     }
 
     // One Q stage: the next Q is loaded under this tile's last product and its end, unless the
     // output is to pass through the stage.
     if constexpr (C::kQStages == 1 && !C::kStoresThroughShared) FreeQStage<C>(shared, 0);
-    if (raised) ScaleOutput<C>(factor, out);
-    wait_for_kv();
-    ptx::wgmma_fence();
-    IssueOutput<C>(out, probs, kv_base + ring.stage * C::kKvBytes);
-    float inverse[2];
-    if constexpr (!C::kSharesSlots) FinishSums<C>(seat, rows, inverse);  // under the last product
-    ptx::wgmma_wait_group<0>();
-    ptx::pin_registers(out);
-    FreeKvStage<C>(shared, ring.stage);
-    ring.Advance();
-    if constexpr (C::kSharesSlots) {
-      FinishShare<C>(shared, seat, rows, out);
-    } else {
-      FinishTile<C>(shared, seat, maps.out, inverse, out);
-    }
+    FinishProducts<C>(seat, kv, maps.out, r);
     if constexpr (C::kQStages == 1 && C::kStoresThroughShared) {
       WaitForStore();
       FreeQStage<C>(shared, 0);
