@@ -1,8 +1,6 @@
-// The table itself, the choice through it, and what this build was compiled for.
+// The table itself, and the choice through it.
 
 #include "cuda/kernels.h"
-
-#include <atomic>
 
 #ifdef JAX_FA_WITH_HOPPER
 #include "cuda/hopper/hopper.h"
@@ -11,13 +9,6 @@
 #include "cuda/portable/portable.h"
 
 namespace jax_fa::cuda {
-namespace {
-
-// Devices beyond this many are asked each time instead of being remembered.
-constexpr int kRememberedDevices = 64;
-
-}  // namespace
-
 const std::vector<Kernel>& Kernels() {
   static const std::vector<Kernel> kernels = {
 #ifdef JAX_FA_WITH_HOPPER
@@ -47,29 +38,5 @@ const Kernel* ChooseKernel(const AttentionParams& params, ComputeCapability cc) 
   }
   return nullptr;
 }
-
-cudaError_t CurrentComputeCapability(ComputeCapability* cc) {
-  // 0: not asked yet. Threads that ask at once store the same value, so relaxed order is enough.
-  static std::atomic<int> remembered[kRememberedDevices] = {};
-  int device = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  const bool can_remember = device < kRememberedDevices;
-  if (can_remember) {
-    *cc = remembered[device].load(std::memory_order_relaxed);
-    if (*cc != 0) return cudaSuccess;
-  }
-  int major = 0;
-  int minor = 0;
-  error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  if (error != cudaSuccess) return error;
-  error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-  if (error != cudaSuccess) return error;
-  *cc = major * 10 + minor;
-  if (can_remember) remembered[device].store(*cc, std::memory_order_relaxed);
-  return cudaSuccess;
-}
-
-const char* BuiltArchitectures() { return JAX_FA_CUDA_ARCHITECTURES; }
 
 }  // namespace jax_fa::cuda

@@ -5,7 +5,7 @@
 
 #include <string>
 
-#include "cuda/kernels.h"
+#include "cuda/kernel.h"
 
 namespace jax_fa::cuda {
 

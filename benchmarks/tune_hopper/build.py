@@ -17,6 +17,7 @@ from variants import VARIANTS
 
 ROOT = Path(__file__).resolve().parents[2]
 NVCC = ["nvcc", "-std=c++17", "-O3", "-gencode=arch=compute_90a,code=sm_90a", f"-I{ROOT}"]
+HOST_SOURCES = [ROOT / "cuda/hopper/tensor_map.cc"]
 JOBS = 2
 
 
@@ -28,7 +29,7 @@ def build(name: str, folder: Path) -> tuple[str, bool]:
     source.write_text(text)
     command = [*NVCC, *VARIANTS[name].defines, "-Xptxas", "-v", "-shared", "-Xcompiler", "-fPIC"]
     done = subprocess.run(
-        [*command, "-o", library, source, ROOT / "cuda/hopper/tensor_map.cc"],
+        [*command, "-o", library, source, *HOST_SOURCES],
         capture_output=True,
         text=True,
         check=False,

@@ -23,8 +23,15 @@ class Params(ctypes.Structure):
         ("kv_dtype", ctypes.c_int32),
         ("scale", ctypes.c_float),
         ("chunk_invariant", ctypes.c_bool),
+        ("sliding_window", ctypes.c_int32),
+        ("logits_soft_cap", ctypes.c_float),
+        *[(n, ctypes.c_bool) for n in ["has_starts", "has_sinks"]],
         *[(n, ctypes.c_void_p) for n in ["q", "k", "v", "positions", "layer"]],
         ("layer_batch", ctypes.c_int64),
+        ("starts", ctypes.c_void_p),
+        ("starts_by_row", ctypes.c_bool),
+        ("sinks", ctypes.c_void_p),
+        ("sinks_by_sequence", ctypes.c_bool),
         *[(n, ctypes.c_void_p) for n in ["out", "lse"]],
     ]
 
@@ -43,8 +50,8 @@ class Kernel:
         params = Params(
             batch, q_len, k.shape[1], q_heads, k.shape[2], head_dim, 1, DTYPES[q.dtype],
             DTYPES[k.dtype], scale or 1 / math.sqrt(head_dim), self._chunk_invariant,
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), positions.data_ptr(), None, 0, out.data_ptr(),
-            lse.data_ptr() if lse is not None else None,
+            q=q.data_ptr(), k=k.data_ptr(), v=v.data_ptr(), positions=positions.data_ptr(),
+            out=out.data_ptr(), lse=lse.data_ptr() if lse is not None else None,
         )  # fmt: skip
 
         def call() -> None:

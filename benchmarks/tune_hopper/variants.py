@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
+from pathlib import Path
+
+TABLE = Path(__file__).resolve().parents[2] / "cuda/hopper/builds.def"
 
 
 @dataclass(frozen=True)
@@ -32,24 +36,21 @@ class Variant:
         )
 
 
+def _built() -> dict[str, Variant]:
+    """The rows of cuda/hopper/builds.def: what the library has, by name."""
+    rows = re.findall(r"^BUILD\((\w+), (\d+), (\w+), \w+\)$", TABLE.read_text(), re.MULTILINE)
+    return {name: Variant(int(head_dim), tuning) for name, head_dim, tuning in rows}
+
+
 VARIANTS: dict[str, Variant] = {
-    "d128": Variant(128, "Tuning128"),
+    **_built(),
     "d128_wait": Variant(128, "Tuning128", {"kSoftmaxUnderOutput": 0}),
-    "d64_small": Variant(64, "Tuning64Small"),
-    "d128_wide": Variant(128, "Tuning128Wide"),
     "d128_wide_f16": Variant(128, "Tuning128Wide", element="__half"),
-    "d128_small": Variant(128, "Tuning128Small"),
     "d128_f16": Variant(128, "Tuning128", element="__half"),
     "d128_f32q": Variant(128, "Tuning128", query="float"),
-    "d64": Variant(64, "Tuning64"),
     "d64_w2": Variant(64, "Tuning64", {"kConsumers": 2}),
     "d64_f16": Variant(64, "Tuning64", element="__half"),
     "d64_f32q": Variant(64, "Tuning64", query="float"),
-    "d128_split": Variant(128, "Tuning128Split"),
-    "d128_split_small": Variant(128, "Tuning128SplitSmall"),
-    "d64_split": Variant(64, "Tuning64Split"),
-    "d64_split_small": Variant(64, "Tuning64SplitSmall"),
-    "d256": Variant(256, "Tuning256"),
     "d256_wait": Variant(256, "Tuning256", {"kSoftmaxUnderOutput": 0}),
     "d256_kv64": Variant(256, "Tuning256", {"kTileKV": 64}),
     "d256_kv64s5": Variant(256, "Tuning256", {"kTileKV": 64, "kKvStages": 5}),

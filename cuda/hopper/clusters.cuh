@@ -1,5 +1,5 @@
-// The host's side of split KV tiles: for which calls, how many blocks to a cluster, the launch.
-// What the blocks do is in split.cuh.
+// The host's side of shared-out slots: how many blocks to a cluster, the launch. For which calls:
+// choice.h. What the blocks do is in split.cuh.
 
 #ifndef JAX_FA_CUDA_HOPPER_CLUSTERS_CUH_
 #define JAX_FA_CUDA_HOPPER_CLUSTERS_CUH_
@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "attention/problem.h"
+#include "cuda/hopper/choice.h"
 #include "cuda/hopper/prefill_kernel.cuh"
 
 namespace jax_fa::cuda::hopper {
@@ -18,46 +19,6 @@ namespace jax_fa::cuda::hopper {
 constexpr int kMaxClusterBlocks = 8;
 // Slots of the cache for each block, at least; fewer cost more than they spare.
 constexpr int64_t kLeastSlots = 512;
-
-inline int32_t CeilDiv(int64_t a, int64_t b) { return static_cast<int32_t>((a + b - 1) / b); }
-
-// SMs of the current device.
-inline cudaError_t CountSms(int* count) {
-  int device = 0;
-  const cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
-}
-
-// Tokens of which a consumer has all query heads of a KV head; 0: they are too many.
-inline int BoxTokens(const AttentionProblem& problem) {
-  return static_cast<int>(kConsumerRows / problem.q_heads_per_kv_head());
-}
-
-// Whether one consumer's rows are enough for all tokens of a KV head.
-inline bool FitsOneConsumer(const AttentionProblem& problem) {
-  return problem.q_len <= BoxTokens(problem);
-}
-
-// Whether the slots of a query tile are to be shared out. Not under chunk invariance: each share
-// has a shift and sums of its own, and how many there are depends on the rows. Otherwise where
-// tiles are so few that the device holds two blocks for each (two blocks of one consumer on an SM,
-// one of two consumers), and slots so many that it pays.
-inline bool SharesSlots(const AttentionProblem& problem, int sm_count) {
-  if (problem.chunk_invariant || BoxTokens(problem) == 0) return false;
-  const int64_t tiles_of_64 =
-      CeilDiv(problem.q_len, BoxTokens(problem)) * problem.batch * problem.kv_heads;
-  return tiles_of_64 <= sm_count && problem.kv_len >= (FitsOneConsumer(problem) ? 2048 : 4096);
-}
-
-// Whether a query tile is to have all query heads of a KV head: where slots are shared out, and, as
-// it changes no bit, where tiles of one query head each are more than the device holds at once, two
-// to an SM.
-inline bool PrefersSplit(const AttentionProblem& problem, int sm_count) {
-  return SharesSlots(problem, sm_count) ||
-         (FitsOneConsumer(problem) && problem.q_heads > problem.kv_heads &&
-          problem.batch * problem.q_heads > 2 * sm_count);
-}
 
 template <typename C>
 cudaLaunchConfig_t ClusterLaunch(int blocks, int tiles, cudaLaunchAttribute* attribute) {

@@ -7,27 +7,16 @@
 #include <initializer_list>
 
 #include "attention/rules.h"
-#include "cuda/hopper/builds.h"
+#include "cuda/hopper/choice.h"
 #include "cuda/refusal.h"
 
 namespace jax_fa::cuda {
 namespace {
 
 constexpr char kArchitectures[] = "90a-real";  // as cuda/hopper/CMakeLists.txt says
-constexpr int64_t kMaxHeadDim = 256;
 // TMA strides stay below 2^40 bytes, its coordinates and extents in int32.
 constexpr int64_t kMaxStrideBytes = int64_t{1} << 40;
 constexpr int64_t kMaxExtent = INT32_MAX - 4096;
-
-// Query tiles of 192 rows on smaller KV tiles pay for many rows over long caches.
-constexpr int64_t kWideQLen = 8192;
-constexpr int64_t kWideKvLen = 16384;
-constexpr int64_t kWideRows = 4 * kWideQLen;  // of all heads; fewer would leave SMs idle
-
-bool PrefersWideTiles(const AttentionProblem& problem) {
-  return !problem.chunk_invariant && problem.q_len * problem.batch * problem.q_heads >= kWideRows &&
-         problem.q_len >= kWideQLen && problem.kv_len >= kWideKvLen;
-}
 
 // Query tiles are numbered in int32; the margin is for the last round of a grid.
 constexpr int64_t kMaxTiles = int64_t{1} << 30;
@@ -49,9 +38,9 @@ std::string HopperRefusal(const AttentionProblem& problem, ComputeCapability cc)
     return "head_dim is " + std::to_string(problem.head_dim) +
            "; TMA takes rows of whole 16 bytes: multiples of 8";
   }
-  if (problem.head_dim > kMaxHeadDim) {
+  if (problem.head_dim > hopper::MaxHeadDim()) {
     return "head_dim is " + std::to_string(problem.head_dim) + "; hopper is built for up to " +
-           std::to_string(kMaxHeadDim);
+           std::to_string(hopper::MaxHeadDim());
   }
   if (!(problem.scale > 0.0f)) {
     return "scale is " + std::to_string(problem.scale) +
@@ -82,12 +71,10 @@ bool HopperServesPointers(const AttentionParams& params) {
 
 cudaError_t LaunchHopper(const AttentionParams& params, cudaStream_t stream) {
   if (!HopperServesPointers(params)) return cudaErrorMisalignedAddress;
-  if (params.head_dim <= 64) return hopper::LaunchHeadDim64(params, stream);
-  if (params.head_dim <= 128) {
-    return PrefersWideTiles(params) ? hopper::LaunchHeadDim128Wide(params, stream)
-                                    : hopper::LaunchHeadDim128(params, stream);
-  }
-  return hopper::LaunchHeadDim256(params, stream);
+  int sm_count = 0;
+  const cudaError_t error = hopper::CountSms(&sm_count);
+  if (error != cudaSuccess) return error;
+  return hopper::ChooseBuild(params, sm_count).launch(params, stream);
 }
 
 }  // namespace jax_fa::cuda

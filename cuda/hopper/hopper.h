@@ -8,7 +8,7 @@
 #include <string>
 
 #include "attention/problem.h"
-#include "cuda/kernels.h"
+#include "cuda/kernel.h"
 
 namespace jax_fa::cuda {
 

@@ -1,5 +1,5 @@
 // From a call's parameters to a launch of one build of the kernel: tensor maps, grid, shared
-// memory. Included by the .cu files, each of which instantiates some builds.
+// memory. Included by the .cu files that CMake writes, one a row of builds.def.
 
 #ifndef JAX_FA_CUDA_HOPPER_LAUNCH_CUH_
 #define JAX_FA_CUDA_HOPPER_LAUNCH_CUH_
@@ -12,6 +12,7 @@
 #include <cstdint>
 
 #include "attention/problem.h"
+#include "cuda/hopper/choice.h"
 #include "cuda/hopper/clusters.cuh"
 #include "cuda/hopper/prefill_kernel.cuh"
 #include "cuda/hopper/tensor_map.h"
@@ -151,27 +152,6 @@ cudaError_t LaunchDTypes(const AttentionParams& params, cudaStream_t stream) {
   }
   return half ? Launch<Config<__half, __half, kHeadDim, Tuning>>(params, stream)
               : Launch<Config<__nv_bfloat16, __nv_bfloat16, kHeadDim, Tuning>>(params, stream);
-}
-
-// Whether query tiles of 64 rows fill the device better, which changes no bit: where they leave SMs
-// idle even so, and, two to an SM, where the short tiles of a causal triangle end early enough to
-// make up for the worse use of K and V.
-inline bool PrefersSmallTiles(const AttentionProblem& problem, int sm_count) {
-  const int64_t tiles = CeilDiv(problem.q_len, 64) * problem.batch * problem.q_heads;
-  if (tiles <= sm_count) return true;
-  return tiles <= 2 * sm_count && problem.kv_len < 2 * problem.q_len;
-}
-
-// The build for the call's size.
-template <int kHeadDim, typename Tuning, typename SmallTuning>
-cudaError_t LaunchSizes(const AttentionParams& params, cudaStream_t stream,
-                        cudaError_t (*launch_split)(const AttentionParams&, cudaStream_t)) {
-  int sm_count = 0;
-  const cudaError_t error = CountSms(&sm_count);
-  if (error != cudaSuccess) return error;
-  if (PrefersSplit(params, sm_count)) return launch_split(params, stream);
-  return PrefersSmallTiles(params, sm_count) ? LaunchDTypes<kHeadDim, SmallTuning>(params, stream)
-                                             : LaunchDTypes<kHeadDim, Tuning>(params, stream);
 }
 
 }  // namespace jax_fa::cuda::hopper

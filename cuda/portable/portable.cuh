@@ -6,7 +6,7 @@
 
 #include <cmath>
 
-#include "cuda/kernels.h"
+#include "cuda/kernel.h"
 #include "cuda/portable/config.h"
 #include "cuda/portable/kernel.cuh"
 #include "cuda/portable/portable.h"
