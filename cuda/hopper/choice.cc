@@ -5,14 +5,15 @@
 namespace jax_fa::cuda::hopper {
 
 // Each row's launch, of every dtype; CMake writes the files that define them.
-#define BUILD(name, head_dim, tuning, shape) \
+#define BUILD(name, head_dim, tuning, shape, options) \
   cudaError_t Launch_##name(const AttentionParams& params, cudaStream_t stream);
 #include "cuda/hopper/builds.def"
 #undef BUILD
 
 namespace {
 
-#define BUILD(name, head_dim, tuning, shape) {#name, head_dim, Shape::shape, Launch_##name},
+#define BUILD(name, head_dim, tuning, shape, options) \
+  {#name, head_dim, Shape::shape, Options::options, Launch_##name},
 constexpr Build kBuilds[] = {
 #include "cuda/hopper/builds.def"
 };
@@ -49,7 +50,23 @@ bool PrefersWideTiles(const AttentionProblem& problem) {
          problem.kv_len >= kKvLen;
 }
 
-Shape ChooseShape(const AttentionProblem& problem, int sm_count) {
+Options ChooseOptions(const AttentionProblem& problem) {
+  if (problem.logits_soft_cap > 0.0f) return Options::kCapped;
+  const bool bounded = problem.sliding_window > 0 || problem.has_starts || problem.has_sinks;
+  return bounded ? Options::kBounded : Options::kPlain;
+}
+
+// Tiles of 64 rows also where the window is so short that larger ones would mostly be masked.
+bool HasShortWindow(const AttentionProblem& problem) {
+  constexpr int32_t kShort = 256;
+  return problem.sliding_window > 0 && problem.sliding_window <= kShort;
+}
+
+Shape ChooseShape(const AttentionProblem& problem, Options options, int sm_count) {
+  if (options != Options::kPlain) {
+    return HasShortWindow(problem) || PrefersSmallTiles(problem, sm_count) ? Shape::kSmall
+                                                                           : Shape::kLarge;
+  }
   if (PrefersWideTiles(problem)) return Shape::kWide;
   if (PrefersPackedTiles(problem, sm_count)) {
     return FitsOneConsumer(problem) ? Shape::kPackedSmall : Shape::kPacked;
@@ -59,10 +76,11 @@ Shape ChooseShape(const AttentionProblem& problem, int sm_count) {
 
 // The row with the smallest head dim that serves `head_dim`, of this shape; null where none is
 // built.
-const Build* FindBuild(int64_t head_dim, Shape shape) {
+const Build* FindBuild(int64_t head_dim, Shape shape, Options options) {
   const Build* found = nullptr;
   for (const Build& build : kBuilds) {
-    if (build.shape != shape || build.head_dim < head_dim) continue;
+    if (build.shape != shape || build.options != options) continue;
+    if (build.head_dim < head_dim) continue;
     if (found == nullptr || build.head_dim < found->head_dim) found = &build;
   }
   return found;
@@ -77,8 +95,10 @@ int64_t MaxHeadDim() {
 }
 
 const Build& ChooseBuild(const AttentionProblem& problem, int sm_count) {
-  const Build* any = FindBuild(problem.head_dim, Shape::kLarge);
-  const Build* fitting = FindBuild(problem.head_dim, ChooseShape(problem, sm_count));
+  const Options options = ChooseOptions(problem);
+  const Build* any = FindBuild(problem.head_dim, Shape::kLarge, options);
+  const Shape shape = ChooseShape(problem, options, sm_count);
+  const Build* fitting = FindBuild(problem.head_dim, shape, options);
   // A wider build's other shape would cost more than it gains.
   return fitting != nullptr && fitting->head_dim == any->head_dim ? *fitting : *any;
 }

@@ -21,11 +21,19 @@ enum class Shape {
   kWide,         // many long tiles, without chunk invariance: another KV tile
 };
 
+// What a build does beside a causal mask, each more than the one before.
+enum class Options {
+  kPlain,    // nothing
+  kBounded,  // rows with lower bounds (windows, starts); sinks
+  kCapped,   // a soft cap
+};
+
 // A row of builds.def.
 struct Build {
   const char* name;
   int64_t head_dim;  // the largest that it serves
   Shape shape;
+  Options options;
   cudaError_t (*launch)(const AttentionParams& params, cudaStream_t stream);
 };
 

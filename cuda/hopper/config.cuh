@@ -34,6 +34,9 @@ struct Tuning128 {
   static constexpr bool kPacksHeads = false;
   // The KV tiles of a query tile are shared out over the blocks of a cluster; see split.cuh.
   static constexpr bool kSharesSlots = false;
+  // What the call's rows may ask for beside a causal mask; see Bounded and Capped.
+  static constexpr bool kHasBounds = false;
+  static constexpr bool kHasCap = false;
 };
 
 // Query tiles of 64 rows, two blocks on an SM: for few query rows.
@@ -94,6 +97,18 @@ struct Tuning256 : Tuning128 {
   static constexpr bool kStagesOutput = false;
 };
 
+// The same for rows with a lower bound (windows, starts), and with sinks.
+template <typename Tuning>
+struct Bounded : Tuning {
+  static constexpr bool kHasBounds = true;
+};
+
+// And with a soft cap.
+template <typename Tuning>
+struct Capped : Bounded<Tuning> {
+  static constexpr bool kHasCap = true;
+};
+
 // One build of the kernel. `Element` is the type of k and v, `Query` that of q and out: Element or
 // float. kHeadDim is the padded head dim; columns past the true one are filled with zeros.
 template <typename Element_, typename Query_, int kHeadDim_, typename Tuning>
@@ -124,8 +139,10 @@ struct Config : Tuning {
 
   // The first scores are multiplied before the tile is described, and their first kFirstPanels
   // panels before the others have arrived. A float32 Q is found by the description; at D = 256
-  // there are no registers to spare. Where a block's share of the KV tiles begins is known by it.
-  static constexpr bool kStartsEarly = !kFloatQuery && kHeadDim <= 128 && !Tuning::kSharesSlots;
+  // there are no registers to spare. Where a block's share of the KV tiles begins, or the first of
+  // them that some row sees, is known by it.
+  static constexpr bool kStartsAtSlot0 = !Tuning::kSharesSlots && !Tuning::kHasBounds;
+  static constexpr bool kStartsEarly = !kFloatQuery && kHeadDim <= 128 && kStartsAtSlot0;
   static constexpr int kFirstPanels = kStartsEarly ? kPanels / 2 : 0;
 
   static constexpr bool kStoresThroughShared = Tuning::kStagesOutput && !kFloatQuery;
@@ -142,16 +159,27 @@ struct Config : Tuning {
 };
 
 // A query tile as its consumers need to know it, written by the producer but for the last word.
-// Slots are counted from the first of the block's share (SharedStorage::first_slot).
+// Slots are counted from the first of the block's share (SharedStorage::first_slot), or of the
+// first KV tile that some row sees (LowerBounds::first_slot).
 struct TileInfo {
   int32_t q_start;  // first token
   int32_t q_head;
   int32_t kv_sequence;  // in k and v, counted over their layers
   int32_t kv_tiles;     // at least 1
-  int32_t whole_tiles;  // of these, how many every row sees whole; the others are masked
+  int32_t whole_tiles;  // of these, the end of those that every row sees whole; others are masked
   int32_t kv_end;       // slots that some row sees
   int32_t poisoned;     // set by the inspectors: some V row that some row sees is not finite
 };
+
+// What is further known of a query tile whose rows have lower bounds.
+template <int kRows>
+struct LowerBounds {
+  int32_t lo[2][kRows];  // first slot each row sees; 0: an empty row
+  int32_t first_slot[2];
+  int32_t whole_begin[2];  // first KV tile that every row sees whole
+  int32_t last_start[2];   // last KV tile in which a row sees its first slot
+};
+struct NoLowerBounds {};
 
 // Tiles are [panel][row][64 columns], each 128-byte row swizzled (the TMA mode SWIZZLE_128B).
 template <typename C>
@@ -173,6 +201,7 @@ struct alignas(1024) SharedStorage {
   // change the addresses that the main loop computes.
   int32_t q_sequence[2];
   int32_t first_slot;  // of the block's share of the KV tiles; written where they are split
+  std::conditional_t<C::kHasBounds, LowerBounds<C::kTileQ>, NoLowerBounds> lower;
 };
 
 // The launch's arguments beside its tensor maps.
@@ -204,6 +233,16 @@ struct KernelParams {
   const int32_t* layer;
   // Where a tile packs heads, a consumer's rows are `group` heads of box_tokens tokens each.
   Divisor box_tokens;
+  // As in AttentionParams, for builds with lower bounds and sinks.
+  const int32_t* starts;
+  const float* sinks;
+  int32_t window;
+  bool starts_by_row;
+  bool sinks_by_sequence;
+  // For builds with a soft cap, whose score_factor is 1: a score becomes
+  // cap_outer * tanh(score * cap_inner), in logarithms to base 2.
+  float cap_inner;
+  float cap_outer;
 };
 
 struct TensorMaps {

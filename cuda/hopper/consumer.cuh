@@ -6,6 +6,7 @@
 
 #include <cuda/ptx>
 
+#include "cuda/hopper/cap.cuh"
 #include "cuda/hopper/config.cuh"
 #include "cuda/hopper/epilogue.cuh"
 #include "cuda/hopper/pipeline.cuh"
@@ -139,7 +140,12 @@ struct TileRegisters {
 // takes what follows from them for uniform: descriptors then stay in uniform registers.
 struct KvTiles {
   int32_t count = 0;
-  int32_t whole = 0;  // of these, the first so many are seen whole by every row
+  int32_t whole_begin =
+      0;  // of these, those in [whole_begin, whole_end) are seen whole by every row
+  int32_t whole_end = 0;
+  int32_t last_start = 0;  // the last in which a row sees its first slot
+
+  __device__ bool IsMasked(int32_t tile) const { return tile < whole_begin || tile >= whole_end; }
 };
 
 template <typename C>
@@ -147,7 +153,27 @@ __device__ __forceinline__ KvTiles ReadInfo(SharedStorage<C>& shared, const Seat
                                             uint32_t parity) {
   // Written: by the producer warp (TileInfo, row limits).
   ptx::mbarrier_wait_parity(&shared.info_full[seat.q_stage], parity);
-  return {__shfl_sync(~0u, seat.Tile().kv_tiles, 0), __shfl_sync(~0u, seat.Tile().whole_tiles, 0)};
+  KvTiles tiles;
+  tiles.count = __shfl_sync(~0u, seat.Tile().kv_tiles, 0);
+  tiles.whole_end = __shfl_sync(~0u, seat.Tile().whole_tiles, 0);
+  if constexpr (C::kHasBounds) {
+    tiles.whole_begin = __shfl_sync(~0u, shared.lower.whole_begin[seat.info_stage], 0);
+    tiles.last_start = __shfl_sync(~0u, shared.lower.last_start[seat.info_stage], 0);
+  }
+  return tiles;
+}
+
+// Scores as the softmax takes them: capped, and -inf where a row does not see the slot.
+template <typename C>
+__device__ __forceinline__ void PrepareScores(const Seat<C>& seat, int32_t tile, bool masked,
+                                              float (&scores)[C::kScoreRegisters]) {
+  if constexpr (C::kHasCap) CapScores(scores, seat.params);
+  if (!masked) return;
+  if constexpr (C::kHasBounds) {
+    MaskScores(scores, seat.Lo(), seat.Visible(), tile * C::kTileKV);
+  } else {
+    MaskScores(scores, seat.Visible(), tile * C::kTileKV);
+  }
 }
 
 // Issues the first scores. Written, by TMA: the first panels of K0 and of consumer 0's Q, or all of
@@ -186,8 +212,8 @@ __device__ __forceinline__ void IssueFirstScores(const Seat<C>& seat, const KvRe
 // other warpgroup does its exponentials, and the other way round.
 template <typename C>
 __device__ __forceinline__ void StepTile(const Seat<C>& seat, KvReader<C>& kv, uint32_t q_address,
-                                         const Turns<C::kConsumers>& turns, int32_t tile,
-                                         bool masked, TileRegisters<C>& r) {
+                                         const Turns<C::kConsumers>& turns, const KvTiles& tiles,
+                                         int32_t tile, TileRegisters<C>& r) {
   SharedStorage<C>& shared = kv.shared;
   const float score_factor = seat.params.score_factor;
   kv.Wait();
@@ -214,7 +240,12 @@ __device__ __forceinline__ void StepTile(const Seat<C>& seat, KvReader<C>& kv, u
     FreeKvStage<C>(shared, v_stage);
   };
   if constexpr (!C::kSoftmaxUnderOutput) finish_output();
-  if (masked) MaskScores(r.scores, seat.Visible(), tile * C::kTileKV);
+  PrepareScores<C>(seat, tile, tiles.IsMasked(tile), r.scores);
+  if constexpr (C::kHasBounds) {
+    if (tile <= tiles.last_start) {
+      StartLateRows(r.scores, seat.Lo(), tile, C::kTileKV, score_factor, r.rows);
+    }
+  }
   float tile_sum[2] = {0.0f, 0.0f};
   Exponentiate(r.scores, r.rows, score_factor, tile_sum);
   // ptxas moves a wait up past arithmetic, but not past this branch, which needs all of it.
@@ -281,12 +312,12 @@ __device__ __forceinline__ void ConsumeTiles(SharedStorage<C>& shared, const Ten
     ptx::wgmma_wait_group<0>();
     ptx::pin_registers(r.scores);
     FreeKvStage<C>(shared, kv.Take());
-    if (tiles.whole == 0) MaskScores(r.scores, seat.Visible(), 0);
+    PrepareScores<C>(seat, 0, tiles.IsMasked(0), r.scores);
     StartRows(r.scores, params.score_factor, r.rows);
     PackWeights<typename C::Element>(r.scores, r.probs);
 
     for (int32_t tile = 1; tile < tiles.count; ++tile) {
-      StepTile<C>(seat, kv, q_address, turns, tile, tile >= tiles.whole, r);
+      StepTile<C>(seat, kv, q_address, turns, tiles, tile, r);
     }
 
     // One Q stage: the next Q is loaded under this tile's last product and its end, unless the

@@ -17,6 +17,25 @@ namespace jax_fa::cuda::hopper {
 
 namespace cptx = ::cuda::ptx;
 
+// The sink of the tile's query head, a logarithm to base 2; -inf where there is none.
+template <typename C>
+__device__ __forceinline__ float Log2Sink(const Seat<C>& seat) {
+  const KernelParams& params = seat.params;
+  if (params.sinks == nullptr) return -INFINITY;
+  const int64_t sequence = params.sinks_by_sequence ? seat.QSequence() : 0;
+  return __fmul_rn(params.sinks[sequence * params.q_heads + seat.Tile().q_head], kLog2E);
+}
+
+// Joins a sink to a row's sum, given as its logarithm: it becomes that of both. Returns the row's
+// part of it, which is exactly 1 for a sink of -inf.
+__device__ __forceinline__ float JoinSink(float log2_sink, float* log2_sum) {
+  if (log2_sink == -INFINITY) return 1.0f;
+  const float distance = __fsub_rn(log2_sink, *log2_sum);
+  const float both = __fadd_rn(1.0f, ptx::exp2_approx(-fabsf(distance)));
+  *log2_sum = __fadd_rn(fmaxf(log2_sink, *log2_sum), ptx::log2_approx(both));
+  return __frcp_rn(__fadd_rn(1.0f, ptx::exp2_approx(distance)));
+}
+
 // inverse: one over the sums of a thread's two rows, 0 for a sum of 0. Writes the rows' log-sum-exp
 // where it is wanted.
 template <typename C>
@@ -29,20 +48,27 @@ __device__ __forceinline__ void FinishSums(const Seat<C>& seat, const RowState& 
     const float total = QuadSum(rows.sum[r]);
     inverse[r] = Inverse(total);
     const int row = seat.Row() + 8 * r;
-    if (params.lse != nullptr && threadIdx.x % 4 == 0 && seat.Exists(row)) {
+    if constexpr (C::kHasBounds) {
+      float log2_sum = empty ? -INFINITY : Log2Sum(total, rows.negative_shift[r]);
+      inverse[r] = __fmul_rn(inverse[r], JoinSink(Log2Sink(seat), &log2_sum));
+      if (params.lse != nullptr && threadIdx.x % 4 == 0 && seat.Exists(row)) {
+        params.lse[seat.GlobalRow(row)] = __fmul_rn(log2_sum, kLn2);
+      }
+    } else if (params.lse != nullptr && threadIdx.x % 4 == 0 && seat.Exists(row)) {
       const float log2_sum = Log2Sum(total, rows.negative_shift[r]);
       params.lse[seat.GlobalRow(row)] = empty ? -INFINITY : __fmul_rn(log2_sum, kLn2);
     }
   }
 }
 
-// Divides the output by its rows' sums, and makes empty rows exact zeros.
+// Divides the output by its rows' sums, and makes exact zeros of empty rows, and of rows all of
+// whose scores are -inf, whatever the v that they see.
 template <typename C>
 __device__ __forceinline__ void FinishRows(const Seat<C>& seat, const float (&inverse)[2],
                                            float (&out)[C::kOutRegisters]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const bool empty = seat.Visible()[8 * r] == 0;
+    const bool empty = seat.Visible()[8 * r] == 0 || inverse[r] == 0.0f;
 #pragma unroll
     for (int i = 0; i < C::kOutRegisters / 2; ++i) {
       float& value = out[i / 2 * 4 + 2 * r + i % 2];
@@ -170,7 +196,7 @@ __device__ __forceinline__ void FinishTile(SharedStorage<C>& shared, const Seat<
                                            const CUtensorMap& out_map, const float (&inverse)[2],
                                            float (&out)[C::kOutRegisters]) {
   if (seat.Tile().poisoned != 0) {
-    AddUnfiniteSlots<C>(seat, seat.Tile().whole_tiles * C::kTileKV, out);
+    AddUnfiniteSlots<C>(seat, out);
   }
   FinishRows<C>(seat, inverse, out);
   if constexpr (C::kFloatQuery) {

@@ -110,7 +110,18 @@ KernelParams MakeKernelParams(const AttentionParams& params, int sm_count, int l
   // A float32 q takes the scale before it is rounded, unless that could overflow a float16.
   const bool scale_q = C::kFloatQuery && params.scale <= 1.0f;
   p.query_factor = scale_q ? params.scale : 1.0f;
-  p.score_factor = (scale_q ? 1.0f : params.scale) * static_cast<float>(M_LOG2E);
+  const float score_scale = scale_q ? 1.0f : params.scale;
+  p.score_factor = score_scale * static_cast<float>(M_LOG2E);
+  p.starts = params.starts;
+  p.starts_by_row = params.starts_by_row;
+  p.window = params.sliding_window;
+  p.sinks = params.sinks;
+  p.sinks_by_sequence = params.sinks_by_sequence;
+  if constexpr (C::kHasCap) {
+    p.cap_inner = score_scale / params.logits_soft_cap;
+    p.cap_outer = params.logits_soft_cap * static_cast<float>(M_LOG2E);
+    p.score_factor = 1.0f;
+  }
   return p;
 }
 

@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kBlocksPerSm)
   // Written: the mbarriers, by warp 1; no role may use one before. That consumers wait for warp 0
   // too keeps their instructions from being fetched before its own.
   __syncthreads();
-  if (!C::kSharesSlots && warp == 0) LoadTileStart<C>(shared, 0, 0, maps, first);
+  if (C::kStartsAtSlot0 && warp == 0) LoadTileStart<C>(shared, 0, 0, maps, first);
 
   if (warp >= kWarpgroup / 32) {
     ptx::setmaxnreg_inc<C::kConsumerRegisters>();

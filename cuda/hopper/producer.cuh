@@ -52,6 +52,15 @@ __device__ __forceinline__ void LoadKvTile(SharedStorage<C>& shared, RingPlace<C
 template <typename C>
 struct TilePositions {
   int32_t of_row[C::kTileQ / 32];
+  int32_t start_of_row[C::kTileQ / 32];  // where rows have lower bounds
+
+  // What row 32 * i + lane sees.
+  __device__ Visible Sees(const KernelParams& params, int i) const {
+    if constexpr (C::kHasBounds) {
+      return VisibleSlots(of_row[i], start_of_row[i], params.window, params.kv_len);
+    }
+    return VisibleSlots(of_row[i], params.kv_len);
+  }
 };
 
 template <typename C>
@@ -63,7 +72,13 @@ __device__ __forceinline__ TilePositions<C> ReadPositions(const KernelParams& pa
   for (int i = 0; i < C::kTileQ / 32; ++i) {
     const int row = 32 * i + threadIdx.x % 32;
     const int32_t token = place.q_start + PlaceOfRow<C>(params, row).token;
-    tile.of_row[i] = RowExists<C>(params, place.q_start, row) ? positions[token] : -1;
+    const bool exists = RowExists<C>(params, place.q_start, row);
+    tile.of_row[i] = exists ? positions[token] : -1;
+    if constexpr (C::kHasBounds) {
+      const int64_t sequence = place.sequence;
+      const int64_t at = params.starts_by_row ? sequence * params.q_len + token : sequence;
+      tile.start_of_row[i] = exists && params.starts != nullptr ? params.starts[at] : 0;
+    }
   }
   return tile;
 }
@@ -75,9 +90,10 @@ struct QueryBox {
 };
 
 // Loads what a query tile begins with, in the order in which it is used: the kFirstPanels of
-// consumer 0's Q and of K0, the other panels of both, the other consumers' Q. Slot 0 is visible to
-// every row that sees any, so K0 is wanted whatever the positions are; where slots are shared out,
-// K0 is the first of the block's share. All lanes of the producer warp call it; one loads.
+// consumer 0's Q and of K0, the other panels of both, the other consumers' Q. Without lower
+// bounds slot 0 is visible to every row that sees any, so K0 is wanted whatever the positions are;
+// otherwise K0 is the first KV tile of the block's share, or that some row sees. All lanes of the
+// producer warp call it; one loads.
 template <typename C>
 __device__ __forceinline__ void LoadTileStart(SharedStorage<C>& shared, uint32_t q_stage,
                                               uint32_t kv_stage, const TensorMaps& maps,
@@ -133,7 +149,7 @@ __device__ __forceinline__ KvShare ShareOfBlock(const KernelParams& params,
   int32_t most = 0;
 #pragma unroll
   for (int i = 0; i < C::kTileQ / 32; ++i) {
-    most = max(most, VisibleSlots(positions.of_row[i], params.kv_len).hi);
+    most = max(most, positions.Sees(params, i).hi);
   }
   const int32_t tiles = (__reduce_max_sync(~0u, most) + C::kTileKV - 1) / C::kTileKV;
   // Fewer than 2^24 tiles, so that the products stay in 32 bits.
@@ -144,6 +160,12 @@ __device__ __forceinline__ KvShare ShareOfBlock(const KernelParams& params,
   share.slots = (end - begin) * C::kTileKV;
   return share;
 }
+
+// Where a query tile's KV tiles begin in the cache, and which is the first that all rows see whole.
+struct KvStart {
+  int32_t slot = 0;
+  int32_t whole_begin = 0;
+};
 
 // What the tile's positions decide: the slots each row sees, which it stores, and the KV tiles to
 // visit, all within the block's share where KV tiles are split. All lanes of the producer warp call
@@ -162,7 +184,7 @@ __device__ __forceinline__ TileInfo DescribeTile(SharedStorage<C>& shared, uint3
   int32_t least = params.kv_len;
 #pragma unroll
   for (int i = 0; i < C::kTileQ / 32; ++i) {
-    int32_t visible = VisibleSlots(positions.of_row[i], params.kv_len).hi;
+    int32_t visible = positions.Sees(params, i).hi;
     if constexpr (C::kSharesSlots) visible = min(max(visible - share.first_slot, 0), share.slots);
     shared.visible[stage][32 * i + threadIdx.x % 32] = visible;
     // Empty rows bound nothing: their output is zero whatever they compute.
@@ -180,26 +202,72 @@ __device__ __forceinline__ TileInfo DescribeTile(SharedStorage<C>& shared, uint3
   return info;
 }
 
+// The same for rows with lower bounds: KV tiles, and slots, are counted from the first that some
+// row sees.
+template <typename C>
+__device__ __forceinline__ TileInfo DescribeBoundedTile(SharedStorage<C>& shared, uint32_t stage,
+                                                        const KernelParams& params,
+                                                        const TilePlace& place,
+                                                        const TilePositions<C>& positions,
+                                                        KvStart* start) {
+  VisibleBounds bounds;
+#pragma unroll
+  for (int i = 0; i < C::kTileQ / 32; ++i) bounds.Add(positions.Sees(params, i));
+  bounds.least_lo = __reduce_min_sync(~0u, bounds.least_lo);
+  bounds.most_lo = __reduce_max_sync(~0u, bounds.most_lo);
+  bounds.least_hi = __reduce_min_sync(~0u, bounds.least_hi);
+  bounds.most_hi = __reduce_max_sync(~0u, bounds.most_hi);
+  const KvSpan span = bounds.Span(C::kTileKV);
+  start->slot = span.first * C::kTileKV;
+  start->whole_begin = span.whole_begin - span.first;
+#pragma unroll
+  for (int i = 0; i < C::kTileQ / 32; ++i) {
+    const Visible row = positions.Sees(params, i);
+    const int at = 32 * i + threadIdx.x % 32;
+    // An empty row computes as if it saw everything, from the first tile on.
+    shared.lower.lo[stage][at] = row.IsEmpty() ? 0 : row.lo - start->slot;
+    shared.visible[stage][at] = row.IsEmpty() ? 0 : row.hi - start->slot;
+  }
+  TileInfo info;
+  info.q_start = place.q_start;
+  info.q_head = place.q_head;
+  info.kv_sequence = place.kv_sequence;
+  info.poisoned = 0;
+  info.kv_end = bounds.most_hi - start->slot;
+  info.kv_tiles = max(span.end - span.first, 1);
+  info.whole_tiles = span.whole_end - span.first;
+  if (threadIdx.x == 0) {
+    shared.tile[stage] = info;
+    shared.q_sequence[stage] = place.sequence;
+    shared.lower.first_slot[stage] = start->slot;
+    shared.lower.whole_begin[stage] = start->whole_begin;
+    shared.lower.last_start[stage] = bounds.most_lo / C::kTileKV - span.first;
+  }
+  return info;
+}
+
 // The loads of a query tile after its Q and K0: K1 V0 K2 V1 .. V(n-1), which is the order in which
 // the consumers use them, so that one ring serves both K and V.
 template <typename C>
 __device__ __forceinline__ void LoadTileRest(SharedStorage<C>& shared,
                                              RingPlace<C::kKvStages>& ring, const TensorMaps& maps,
                                              const TilePlace& place, const TileInfo& info,
-                                             int32_t first_slot) {
+                                             const KvStart& start) {
   for (int32_t tile = 0; tile < info.kv_tiles; ++tile) {
-    const int32_t slot = first_slot + tile * C::kTileKV;
+    const int32_t slot = start.slot + tile * C::kTileKV;
     if (tile + 1 < info.kv_tiles) {
       LoadKvTile<C>(shared, ring, maps.k, {slot + C::kTileKV, place.kv_head, place.kv_sequence},
                     shared.kv_full);
     }
     // A masked tile's V goes to the inspectors, who pass it on.
-    LoadKvTile<C>(shared, ring, maps.v, {slot, place.kv_head, place.kv_sequence},
-                  tile < info.whole_tiles ? shared.kv_full : shared.v_raw);
+    LoadKvTile<C>(
+        shared, ring, maps.v, {slot, place.kv_head, place.kv_sequence},
+        tile >= start.whole_begin && tile < info.whole_tiles ? shared.kv_full : shared.v_raw);
   }
 }
 
-// Of the block's first tile, the kernel has read the positions and loaded Q and K0.
+// Of the block's first tile, the kernel has read the positions, and loaded Q and K0 where these lie
+// at slot 0.
 template <typename C>
 __device__ __forceinline__ void ProduceTiles(SharedStorage<C>& shared, const TensorMaps& maps,
                                              const KernelParams& params,
@@ -214,12 +282,21 @@ __device__ __forceinline__ void ProduceTiles(SharedStorage<C>& shared, const Ten
       ptx::mbarrier_wait_parity(&shared.q_free[order.QStage()], order.QParity() ^ 1);
       // Written: by the consumers' warps. Without it the copy overwrites a tile being multiplied.
       ptx::mbarrier_wait_parity(&shared.kv_free[ring.stage], ring.parity ^ 1);
-      LoadTileStart<C>(shared, order.QStage(), ring.stage, maps, place);
+      if constexpr (C::kStartsAtSlot0) {
+        LoadTileStart<C>(shared, order.QStage(), ring.stage, maps, place);
+      }
+    }
+    TileInfo info;
+    KvStart start;
+    if constexpr (C::kStartsAtSlot0) {
+      info = DescribeTile<C>(shared, order.InfoStage(), params, place, positions);
+    } else {
+      info = DescribeBoundedTile<C>(shared, order.InfoStage(), params, place, positions, &start);
+      LoadTileStart<C>(shared, order.QStage(), ring.stage, maps, place, {}, start.slot);
     }
     ring.Advance();
-    const TileInfo info = DescribeTile<C>(shared, order.InfoStage(), params, place, positions);
     ptx::mbarrier_arrive(&shared.info_full[order.QStage()]);  // each lane for what it wrote
-    LoadTileRest<C>(shared, ring, maps, place, info, 0);
+    LoadTileRest<C>(shared, ring, maps, place, info, start);
   }
 }
 
@@ -236,7 +313,7 @@ __device__ __forceinline__ void ProduceShare(SharedStorage<C>& shared, const Ten
   const QueryBox box = {tokens, params.group.value * tokens * 2 * kSwizzleColumns};
   LoadTileStart<C>(shared, 0, 0, maps, place, box, share.first_slot);
   ring.Advance();
-  LoadTileRest<C>(shared, ring, maps, place, info, share.first_slot);
+  LoadTileRest<C>(shared, ring, maps, place, info, {share.first_slot, 0});
 }
 
 // A row's probability for a slot that it does not see is 0, and 0 times a finite V is nothing. So
@@ -293,14 +370,17 @@ __device__ __forceinline__ void InspectTiles(SharedStorage<C>& shared, const Ker
     ptx::mbarrier_wait_parity(&shared.info_full[order.QStage()], order.QParity());
     TileInfo& shared_info = shared.tile[order.InfoStage()];
     const TileInfo info = shared_info;
+    int32_t whole_begin = 0;
+    if constexpr (C::kHasBounds) whole_begin = shared.lower.whole_begin[order.InfoStage()];
     ptx::mbarrier_arrive(&shared.q_free[order.QStage()]);
-    for (int32_t tile = info.whole_tiles; tile < info.kv_tiles; ++tile) {
+    for (int32_t tile = whole_begin == 0 ? info.whole_tiles : 0; tile < info.kv_tiles; ++tile) {
       const bool last = tile + 1 == info.kv_tiles;
       const uint32_t stage = (loaded + 2 * tile + (last ? 1 : 2)) % C::kKvStages;
       // Written: by TMA. No phase is missed: the stage is not filled again before it is passed on.
       ptx::mbarrier_wait_parity(&shared.v_raw[stage], parities >> stage & 1);
       parities ^= 1u << stage;
       InspectVTile<C>(shared, stage, thread, shared_info, info.kv_end - tile * C::kTileKV);
+      if (C::kHasBounds && tile + 1 == whole_begin) tile = info.whole_tiles - 1;
     }
     loaded += 2 * info.kv_tiles;
   }

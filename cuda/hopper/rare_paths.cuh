@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "cuda/hopper/cap.cuh"
 #include "cuda/hopper/config.cuh"
 #include "cuda/hopper/seat.cuh"
 #include "cuda/hopper/softmax.cuh"
@@ -33,6 +34,7 @@ __device__ __forceinline__ float Score(const Seat<C>& seat, int row, int32_t slo
       score = __fmaf_rn(a.x, b.x, __fmaf_rn(a.y, b.y, score));
     }
   }
+  if constexpr (C::kHasCap) return CapScore(score, seat.params);
   return score;
 }
 
@@ -68,8 +70,8 @@ __device__ __forceinline__ void RaiseShifts(const Seat<C>& seat, int32_t first_s
 #pragma unroll 1
       for (int column = 0; column < C::kScoreRegisters / 2; ++column) {
         const int32_t slot = first_slot + column / 2 * 8 + 2 * (threadIdx.x % 4) + column % 2;
-        const float score =
-            lost && slot < limit ? Score<C>(seat, seat.Row() + 8 * r, slot) : -INFINITY;
+        const bool counts = lost && slot < limit && (!C::kHasBounds || slot >= seat.Lo()[8 * r]);
+        const float score = counts ? Score<C>(seat, seat.Row() + 8 * r, slot) : -INFINITY;
         top = fmaxf(top, score);
 #pragma unroll
         for (int i = 0; i < C::kScoreRegisters / 2; ++i) {
@@ -101,14 +103,20 @@ __device__ __forceinline__ void ScaleOutput(const float (&factor)[2],
   for (int i = 0; i < C::kOutRegisters; ++i) out[i] = __fmul_rn(out[i], factor[i / 2 % 2]);
 }
 
-// Adds the elements of V that are not finite, of slots [first_slot, end), to the rows that see
+// Adds the elements of V that are not finite, of the slots in masked KV tiles, to the rows that see
 // them: what the inspectors took out of the tiles. Their weight is positive, so it changes nothing.
 template <typename C>
-__device__ __forceinline__ void AddUnfiniteSlots(const Seat<C>& seat, int32_t first_slot,
+__device__ __forceinline__ void AddUnfiniteSlots(const Seat<C>& seat,
                                                  float (&out)[C::kOutRegisters]) {
-  const int32_t visible[2] = {seat.Visible()[0], seat.Visible()[8]};
+  const int32_t whole_end = seat.Tile().whole_tiles * C::kTileKV;
+  int32_t whole_begin = 0;
+  if constexpr (C::kHasBounds) {
+    whole_begin = seat.shared.lower.whole_begin[seat.info_stage] * C::kTileKV;
+  }
 #pragma unroll 1
-  for (int32_t slot = first_slot; slot < seat.Tile().kv_end; ++slot) {
+  for (int32_t slot = whole_begin == 0 ? whole_end : 0; slot < seat.Tile().kv_end; ++slot) {
+    if (C::kHasBounds && slot == whole_begin) slot = whole_end;
+    if (C::kHasBounds && slot >= seat.Tile().kv_end) break;
     const auto* v_row = seat.KvRow(seat.params.v, slot);
 #pragma unroll
     for (int i = 0; i < C::kOutRegisters / 4; ++i) {
@@ -118,7 +126,7 @@ __device__ __forceinline__ void AddUnfiniteSlots(const Seat<C>& seat, int32_t fi
           Unpack2<typename C::Element>(*reinterpret_cast<const uint32_t*>(v_row + column));
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        if (slot >= visible[r]) continue;
+        if (!seat.Sees(r, slot)) continue;
         if (!isfinite(pair.x)) out[4 * i + 2 * r] += pair.x;
         if (!isfinite(pair.y)) out[4 * i + 2 * r + 1] += pair.y;
       }

@@ -27,6 +27,18 @@ struct Seat {
   }
   // Slots that its rows see: [0] and [8].
   __device__ const int32_t* Visible() const { return &shared.visible[info_stage][Row()]; }
+  // The first slots that they see, where they have lower bounds: [0] and [8].
+  __device__ const int32_t* Lo() const {
+    if constexpr (C::kHasBounds) return &shared.lower.lo[info_stage][Row()];
+    return nullptr;
+  }
+  // Whether row r of the thread's two sees `slot`, which is below the tile's kv_end.
+  __device__ bool Sees(int r, int32_t slot) const {
+    if constexpr (C::kHasBounds) {
+      if (slot < Lo()[8 * r]) return false;
+    }
+    return slot < Visible()[8 * r];
+  }
   __device__ int32_t QSequence() const { return shared.q_sequence[info_stage]; }
   __device__ bool Exists(int row) const { return RowExists<C>(params, Tile().q_start, row); }
   // Row of q, out and lse in device memory of row `row` of the tile.
@@ -40,6 +52,7 @@ struct Seat {
   // The block's first slot of the cache, from which the tile counts, and the slots from there on.
   __device__ int32_t FirstSlot() const {
     if constexpr (C::kSharesSlots) return shared.first_slot;
+    if constexpr (C::kHasBounds) return shared.lower.first_slot[info_stage];
     return 0;
   }
   __device__ int32_t KvLen() const { return params.kv_len - FirstSlot(); }

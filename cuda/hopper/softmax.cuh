@@ -63,6 +63,26 @@ __device__ __forceinline__ void MaskScores(float (&scores)[kCount], const int32_
   }
 }
 
+// The same with lower bounds `lo`.
+template <int kCount>
+__device__ __forceinline__ void MaskScores(float (&scores)[kCount], const int32_t* lo,
+                                           const int32_t* visible, int32_t first_slot) {
+  const int32_t first_column = first_slot + 2 * (threadIdx.x % 4);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int32_t begin = lo[8 * r] - first_column;
+    const int32_t limit = SlotLimit(visible[8 * r]) - first_column;
+#pragma unroll
+    for (int i = 0; i < kCount / 4; ++i) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float& score = scores[4 * i + 2 * r + e];
+        score = 8 * i + e >= begin && 8 * i + e < limit ? score : -INFINITY;
+      }
+    }
+  }
+}
+
 // The largest score of row r over the tile, in all four lanes.
 template <int kCount>
 __device__ __forceinline__ float RowMax(const float (&scores)[kCount], int r) {
@@ -105,8 +125,24 @@ __device__ __forceinline__ void StartRows(float (&scores)[kCount], float score_f
   Exponentiate(scores, rows, score_factor, rows.sum);
 }
 
+// Starts the rows that see their first slot in KV tile `tile` and none before, each by its own
+// scores. Their sums and outputs are 0, to which the tiles before have added zeros.
+template <int kCount>
+__device__ __forceinline__ void StartLateRows(const float (&scores)[kCount], const int32_t* lo,
+                                              int32_t tile, int32_t tile_slots, float score_factor,
+                                              RowState& rows) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const bool starts = lo[8 * r] >= tile * tile_slots && lo[8 * r] < (tile + 1) * tile_slots;
+    if (!__any_sync(~0u, starts)) continue;
+    const float shift = NegativeShift(RowMax(scores, r), score_factor);
+    if (starts) rows.negative_shift[r] = shift;
+  }
+}
+
 // Logarithms are to base 2 until they are given out.
 constexpr float kLn2 = 0.693147181f;
+constexpr float kLog2E = 1.442695041f;
 
 // One over a row's sum of weights. Scores of -inf alone sum to 0; their output stays 0.
 __device__ __forceinline__ float Inverse(float sum) { return sum == 0.0f ? 0.0f : __frcp_rn(sum); }

@@ -119,7 +119,7 @@ __device__ __forceinline__ void FinishShare(SharedStorage<C>& shared, const Seat
                 "a share fits where the KV tiles were");
   auto& share = *reinterpret_cast<ShareOfRows<C>*>(shared.kv);
   if (seat.Tile().poisoned != 0) {
-    AddUnfiniteSlots<C>(seat, seat.Tile().whole_tiles * C::kTileKV, out);
+    AddUnfiniteSlots<C>(seat, out);
   }
   float inverse[2];
   float log2_sum[2];

@@ -114,6 +114,13 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// 1 / x to about 1 ulp. PTX ISA, "rcp.approx".
+__device__ __forceinline__ float rcp_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // log2(x), absolute error about 2^-22. PTX ISA, "lg2.approx".
 __device__ __forceinline__ float log2_approx(float x) {
   float y;
