@@ -10,6 +10,7 @@ namespace jax_fa::cpu {
 namespace {
 
 inline int64_t Min(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t Max(int64_t a, int64_t b) { return a < b ? b : a; }
 inline int64_t RoundUp(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
 // One row of q to a column of its group: packed[d * kGroupRows], d < head_dim.

@@ -10,12 +10,13 @@
 #include <limits>
 #include <memory>
 #include <new>
-#include <numeric>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "attention/kv_layout.h"
 #include "attention/rules.h"
+#include "attention/sinks.h"
 #include "attention/visible.h"
 #include "cpu/dispatch.h"
 #include "cpu/query_tile.h"
@@ -40,6 +41,8 @@ constexpr int64_t kMaxTileRows = 384;
 constexpr int64_t kMinTileRows = 24;
 // So that the last tiles to finish are a small part of each worker's share.
 constexpr int64_t kTilesPerThread = 4;
+
+constexpr double kLog2E = 1.4426950408889634;
 
 struct Selection {
   const TileKernel* kernel;
@@ -82,30 +85,31 @@ Element ToElement(DType dtype) {
 // the same slots, also when positions come shuffled. Increasing positions stay as they are.
 class TokenOrder {
  public:
+  struct Token {
+    int64_t index;  // counted over the whole batch
+    Visible visible;
+  };
+
   explicit TokenOrder(const AttentionParams& params)
-      : q_len_(params.q_len),
-        kv_len_(static_cast<int32_t>(params.kv_len)),
-        positions_(params.positions),
-        tokens_(params.batch * params.q_len) {
+      : q_len_(params.q_len), tokens_(params.batch * params.q_len) {
     for (int64_t b = 0; b < params.batch; ++b) {
-      int64_t* begin = tokens_.data() + b * q_len_;
-      std::iota(begin, begin + q_len_, b * q_len_);
-      const auto sees_less = [this](int64_t x, int64_t y) { return Visible(x) < Visible(y); };
+      Token* begin = tokens_.data() + b * q_len_;
+      for (int64_t t = 0; t < q_len_; ++t) begin[t] = {b * q_len_ + t, VisibleSlots(params, b, t)};
+      const auto sees_less = [](const Token& x, const Token& y) {
+        return std::pair(x.visible.hi, x.visible.lo) < std::pair(y.visible.hi, y.visible.lo);
+      };
       if (!std::is_sorted(begin, begin + q_len_, sees_less)) {
         std::stable_sort(begin, begin + q_len_, sees_less);
       }
     }
   }
 
-  // The rank-th token of sequence b, counted over the whole batch.
-  int64_t Token(int64_t b, int64_t rank) const { return tokens_[b * q_len_ + rank]; }
-  int32_t Visible(int64_t token) const { return VisibleSlots(positions_[token], kv_len_).hi; }
+  // The rank-th token of sequence b.
+  const Token& Ranked(int64_t b, int64_t rank) const { return tokens_[b * q_len_ + rank]; }
 
  private:
   int64_t q_len_;
-  int32_t kv_len_;
-  const int32_t* positions_;
-  std::vector<int64_t> tokens_;
+  std::vector<Token> tokens_;
 };
 
 // Rows [row_begin, row_end) of one sequence and KV head, counted token by token in TokenOrder, the
@@ -132,8 +136,8 @@ std::vector<Task> CutIntoTasks(const AttentionParams& params, const TokenOrder& 
   for (int64_t b = 0; b < params.batch; ++b) {
     for (int64_t begin = 0; begin < rows; begin += tile_rows) {
       const int64_t end = std::min(begin + tile_rows, rows);
-      const int64_t middle = order.Token(b, (begin + end) / 2 / q_per_kv);
-      const int64_t cost = (end - begin) * order.Visible(middle);
+      const Visible& middle = order.Ranked(b, (begin + end) / 2 / q_per_kv).visible;
+      const int64_t cost = (end - begin) * (middle.hi - middle.lo);
       for (int64_t kv_head = 0; kv_head < params.kv_heads; ++kv_head) {
         tasks.push_back({b, kv_head, begin, end, cost});
       }
@@ -142,6 +146,12 @@ std::vector<Task> CutIntoTasks(const AttentionParams& params, const TokenOrder& 
   std::stable_sort(tasks.begin(), tasks.end(),
                    [](const Task& x, const Task& y) { return x.cost > y.cost; });
   return tasks;
+}
+
+// A factor of scores: an infinite one would make NaN of a score of 0.
+float Clamped(double factor) {
+  constexpr double kLargest = std::numeric_limits<float>::max();
+  return static_cast<float>(std::clamp(factor, -kLargest, kLargest));
 }
 
 // Runs tasks for one worker, with memory of its own.
@@ -162,20 +172,25 @@ class Worker {
     tile_.lse = params.lse;
     tile_.q_element = ToElement(params.q_dtype);
     tile_.kv_element = ToElement(params.kv_dtype);
-    // Clamped, since an infinite factor would make NaN of a score of 0.
-    constexpr double kLog2E = 1.4426950408889634;
-    constexpr double kLargest = std::numeric_limits<float>::max();
-    tile_.scale_log2 = static_cast<float>(std::clamp(params.scale * kLog2E, -kLargest, kLargest));
+    const double cap = params.logits_soft_cap;
+    tile_.is_capped = cap > 0;
+    tile_.cap_scale = tile_.is_capped ? Clamped(params.scale / cap) : 0.0f;
+    tile_.scale_log2 = Clamped((tile_.is_capped ? cap : params.scale) * kLog2E);
   }
 
   void Run(const Task& task) {
     const int64_t q_per_kv = params_.q_heads_per_kv_head();
+    VisibleBounds bounds;
     for (int64_t row = task.row_begin; row < task.row_end; ++row) {
-      const int64_t token = order_.Token(task.b, row / q_per_kv);
+      const TokenOrder::Token& token = order_.Ranked(task.b, row / q_per_kv);
       const int64_t head = task.kv_head * q_per_kv + row % q_per_kv;
-      rows_[row - task.row_begin] = {token * params_.q_heads + head, order_.Visible(token)};
+      rows_[row - task.row_begin] = {token.index * params_.q_heads + head, token.visible.lo,
+                                     token.visible.hi, SinkLogit(params_, task.b, head)};
+      bounds.Add(token.visible);
     }
     tile_.row_count = task.row_end - task.row_begin;
+    tile_.begin = std::min(bounds.least_lo, bounds.most_hi);
+    tile_.end = bounds.most_hi;
     const int64_t first = CacheOffset(params_, task.b, task.kv_head);
     tile_.k = static_cast<const uint16_t*>(params_.k) + first;
     tile_.v = static_cast<const uint16_t*>(params_.v) + first;

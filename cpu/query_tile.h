@@ -13,13 +13,18 @@ namespace jax_fa::cpu {
 enum class Element : int32_t { kFloat32, kFloat16, kBFloat16 };
 
 struct QueryRow {
-  int64_t index;    // of the row in q and out, counted in rows of head_dim; of its lse
-  int32_t visible;  // slots it sees, from slot 0; 0: an empty row
+  int64_t index;  // of the row in q and out, counted in rows of head_dim; of its lse
+  int32_t begin;  // it sees the slots [begin, end)
+  int32_t end;    // 0: an empty row
+  float sink;     // a logit more, in natural units, of value 0; -inf: none
 };
 
 struct QueryTile {
-  const QueryRow* rows;  // [row_count], sorted by `visible`, ascending
+  const QueryRow*
+      rows;  // [row_count], in any order; fastest with both ends of what is seen growing
   int64_t row_count;
+  int32_t begin;  // all slots that a row of the tile sees lie in [begin, end)
+  int32_t end;
   int64_t head_dim;
 
   const void* q;      // row `index` starts at element index * head_dim
@@ -31,7 +36,11 @@ struct QueryTile {
 
   Element q_element;
   Element kv_element;  // kFloat16 or kBFloat16
-  float scale_log2;    // scale * log2(e): probabilities are exp2(scale_log2 * q.k - max)
+  // Probabilities are exp2(scale_log2 * s - max), s being q.k, or tanh(cap_scale * q.k) with a soft
+  // cap.
+  float scale_log2;
+  float cap_scale;
+  bool is_capped;
 };
 
 // The kernel of one instruction set.

@@ -1,16 +1,17 @@
 // The attention of one tile of query rows, for the instruction set of the including file.
 //
-//   for each KV tile, from slot 0:
+//   for each KV tile, counted from slot 0, between the first slot any row sees and the last:
 //     keys, values <- K^T and V of the tile, float32                          pack.h
 //     for each group of kGroupRows rows that sees a slot of the tile:
-//       scores <- q K^T          up to the last slot any row of the group sees  matmul.h
+//       scores <- q K^T          each panel for the rows that see some of it    matmul.h
+//       scores <- tanh(scores)                               with a soft cap
 //       probs  <- exp2(scores - row_max), row_max and row_sum updated
-//       output <- alpha * output + probs V       each row up to its own last slot
-//   out <- output / row_sum
+//       output <- alpha * output + probs V       each row between its own first and last slot
+//   out <- output / row_sum                      the sink in the sum
 //
-// Rows come sorted by what they see, so the rows that see a slot are the last ones of a group, and
-// a product over "the slots this row sees" is a few block products. A row therefore multiplies only
-// what it sees: garbage in any other slot, NaN included, cannot reach it.
+// Rows come sorted by what they see, so the rows that see a slot are neighbours, and a product over
+// "the slots this row sees" is a few block products. A row therefore multiplies only what it sees:
+// garbage in any other slot, NaN included, cannot reach it.
 
 #ifndef JAX_FA_CPU_TILE_KERNEL_H_
 #define JAX_FA_CPU_TILE_KERNEL_H_
@@ -67,9 +68,10 @@ Scratch CarveScratch(float* base, int64_t head_dim, int64_t row_count) {
 struct GroupStep {
   int64_t head_dim;
   int64_t kv_tile;
-  int64_t rows;                // of the group
-  int64_t limits[kGroupRows];  // slots of this KV tile that each row sees, ascending
-  int64_t first;               // the first row that sees any
+  int64_t rows;  // of the group
+  // Each row sees the slots [begins, ends) of this KV tile; 0, 0 where none.
+  int64_t begins[kGroupRows];
+  int64_t ends[kGroupRows];
   const float* keys;
   const float* values;
   const float* queries;  // of the group, as the pieces of Scratch below
@@ -79,20 +81,58 @@ struct GroupStep {
   float* row_sum;
 };
 
-void ComputeScores(const GroupStep& step) {
-  const int64_t end = step.limits[step.rows - 1];
-  int64_t row = step.first;
-  for (int64_t slot = 0; slot < end; slot += kPanel) {
-    while (step.limits[row] <= slot) ++row;
-    const Product product = {step.queries + row,
-                             step.keys + slot * step.head_dim,
-                             kPanel,
-                             step.head_dim,
-                             nullptr,
-                             step.scores + row * kScoreStep + slot,
-                             kScoreStep};
-    Multiply<1, kGroupRows>(product, step.rows - row, end - slot > kLanes ? kPanelVecs : 1);
+// fn(row, rows) for each run of neighbouring rows that see some of the slots [begin, end), one at
+// least.
+template <class Fn>
+inline void ForRuns(const GroupStep& step, int64_t begin, int64_t end, const Fn& fn) {
+  const auto sees = [&](int64_t row) { return step.begins[row] < end && begin < step.ends[row]; };
+  for (int64_t row = 0; row < step.rows; ++row) {
+    if (!sees(row)) continue;
+    const int64_t first = row;
+    while (row < step.rows && sees(row)) ++row;
+    fn(first, row - first);
   }
+}
+
+int64_t GroupEnd(const GroupStep& step) {
+  int64_t end = 0;
+  for (int64_t row = 0; row < step.rows; ++row) end = Max(end, step.ends[row]);
+  return end;
+}
+
+// The first slot past `slot` from which other rows see than before; -1: none.
+int64_t NextChange(const GroupStep& step, int64_t slot) {
+  int64_t next = -1;
+  const auto consider = [&](int64_t change) {
+    if (change > slot && (next < 0 || change < next)) next = change;
+  };
+  for (int64_t row = 0; row < step.rows; ++row) {
+    if (step.begins[row] == step.ends[row]) continue;
+    consider(step.begins[row]);
+    consider(step.ends[row]);
+  }
+  return next;
+}
+
+void ComputeScores(const GroupStep& step) {
+  const int64_t end = GroupEnd(step);
+  for (int64_t slot = 0; slot < end; slot += kPanel) {
+    ForRuns(step, slot, slot + kPanel, [&](int64_t row, int64_t rows) {
+      const Product product = {step.queries + row,
+                               step.keys + slot * step.head_dim,
+                               kPanel,
+                               step.head_dim,
+                               nullptr,
+                               step.scores + row * kScoreStep + slot,
+                               kScoreStep};
+      Multiply<1, kGroupRows>(product, rows, end - slot > kLanes ? kPanelVecs : 1);
+    });
+  }
+}
+
+void CapScores(float* scores, int64_t count, float cap_scale) {
+  const Vec scale = Splat(cap_scale);
+  for (int64_t i = 0; i < count; i += kLanes) Store(Tanh(Load(scores + i) * scale), scores + i);
 }
 
 // Turns the first `count` scores of a row into probabilities, updates its maximum and sum, and
@@ -136,31 +176,34 @@ float SoftmaxRow(float* scores, int64_t count, float scale_log2, float* row_max,
 // Consumes alphas, one a row.
 void AddProbsTimesValues(const GroupStep& step, float* alphas) {
   const int64_t padded_dim = RoundUp(step.head_dim, kLanes);
-  int64_t done = 0;  // slots that the rows from `row` on have added
-  for (int64_t row = step.first; row < step.rows; ++row) {
-    const int64_t slots = step.limits[row] - done;
-    if (slots == 0) continue;
-    for (int64_t d = 0; d < padded_dim; d += kPanel) {
-      const Product product = {step.scores + row * kScoreStep + done,
-                               step.values + d * step.kv_tile + done * kPanel,
-                               kPanel,
-                               slots,
-                               alphas + row,
-                               step.output + row * padded_dim + d,
-                               padded_dim};
-      Multiply<kScoreStep, 1>(product, step.rows - row, padded_dim - d > kLanes ? kPanelVecs : 1);
-    }
-    for (int64_t i = row; i < step.rows; ++i) alphas[i] = 1.0f;
-    done = step.limits[row];
+  int64_t slot = 0;
+  for (int64_t next = NextChange(step, 0); next > 0; slot = next, next = NextChange(step, slot)) {
+    ForRuns(step, slot, next, [&](int64_t row, int64_t rows) {
+      for (int64_t d = 0; d < padded_dim; d += kPanel) {
+        const Product product = {step.scores + row * kScoreStep + slot,
+                                 step.values + d * step.kv_tile + slot * kPanel,
+                                 kPanel,
+                                 next - slot,
+                                 alphas + row,
+                                 step.output + row * padded_dim + d,
+                                 padded_dim};
+        Multiply<kScoreStep, 1>(product, rows, padded_dim - d > kLanes ? kPanelVecs : 1);
+      }
+      for (int64_t i = row; i < row + rows; ++i) alphas[i] = 1.0f;
+    });
   }
 }
 
-void AttendGroup(const GroupStep& step, float scale_log2) {
+void AttendGroup(const GroupStep& step, const QueryTile& tile) {
   ComputeScores(step);
   float alphas[kGroupRows];
-  for (int64_t row = step.first; row < step.rows; ++row) {
-    alphas[row] = SoftmaxRow(step.scores + row * kScoreStep, step.limits[row], scale_log2,
-                             step.row_max + row, step.row_sum + row);
+  for (int64_t row = 0; row < step.rows; ++row) {
+    const int64_t count = step.ends[row] - step.begins[row];
+    if (count == 0) continue;
+    float* scores = step.scores + row * kScoreStep + step.begins[row];
+    if (tile.is_capped) CapScores(scores, count, tile.cap_scale);
+    alphas[row] =
+        SoftmaxRow(scores, count, tile.scale_log2, step.row_max + row, step.row_sum + row);
   }
   AddProbsTimesValues(step, alphas);
 }
@@ -184,21 +227,24 @@ void PackQueries(const QueryTile& tile, const Scratch& scratch) {
   }
 }
 
+// Slots [begin, end) of the KV tile that starts at `slot`.
 template <class Type>
-void PackKvTile(const QueryTile& tile, int64_t slot, int64_t slots, const Scratch& scratch) {
-  const int64_t first = slot * tile.slot_step;
-  PackKeys<Type>(tile.k + first, tile.slot_step, slots, tile.head_dim, scratch.keys);
-  PackValues<Type>(tile.v + first, tile.slot_step, slots, tile.head_dim,
-                   KvTile(tile.head_dim) * kPanel, scratch.values);
+void PackKvTile(const QueryTile& tile, int64_t slot, int64_t begin, int64_t end,
+                const Scratch& scratch) {
+  begin = begin / kPanel * kPanel;
+  const int64_t first = (slot + begin) * tile.slot_step;
+  PackKeys<Type>(tile.k + first, tile.slot_step, end - begin, tile.head_dim,
+                 scratch.keys + begin * tile.head_dim);
+  PackValues<Type>(tile.v + first, tile.slot_step, end - begin, tile.head_dim,
+                   KvTile(tile.head_dim) * kPanel, scratch.values + begin * kPanel);
 }
 
-// Writes one row of out; `inverse_sum` is 0 for an empty row, whose `output` need not be: scores of
-// -inf alone have weights of 0, and 0 times a NaN of V is NaN.
+// Writes one row of out, factor * output; zeros where `output` is null.
 template <class Type>
-void WriteRow(const float* output, float inverse_sum, int64_t head_dim, int64_t index, void* out) {
+void WriteRow(const float* output, float factor, int64_t head_dim, int64_t index, void* out) {
   auto* row = static_cast<typename Type::Stored*>(out) + index * head_dim;
   for (int64_t d = 0; d < head_dim; d += kLanes) {
-    const Vec value = inverse_sum == 0.0f ? Splat(0.0f) : Load(output + d) * Splat(inverse_sum);
+    const Vec value = output == nullptr ? Splat(0.0f) : Load(output + d) * Splat(factor);
     if (head_dim - d >= kLanes) {
       Type::Write(value, row + d);
     } else {
@@ -207,31 +253,70 @@ void WriteRow(const float* output, float inverse_sum, int64_t head_dim, int64_t 
   }
 }
 
-void WriteRows(const QueryTile& tile, const Scratch& scratch) {
+struct SoftmaxEnd {
+  float factor;  // out is the row's output so far times this
+  float lse;
+};
+
+// A row's softmax, `max` in log2 units, with its sink joined to it.
+SoftmaxEnd JoinSink(float max, float sum, float sink) {
   constexpr float kLn2 = 0x1.62e430p-1f;
+  constexpr float kLog2E = 0x1.715476p+0f;
+  if (sink == -__builtin_inff()) return {1.0f / sum, max * kLn2 + __builtin_logf(sum)};
+  const float sink_log2 = sink * kLog2E;
+  const float shift = sink_log2 > max ? sink_log2 : max;
+  const float alpha = Exp2(Splat(max - shift))[0];
+  const float total = sum * alpha + Exp2(Splat(sink_log2 - shift))[0];
+  return {alpha / total, shift * kLn2 + __builtin_logf(total)};
+}
+
+void WriteRows(const QueryTile& tile, const Scratch& scratch) {
   const int64_t padded_dim = RoundUp(tile.head_dim, kLanes);
   for (int64_t i = 0; i < tile.row_count; ++i) {
     const QueryRow& row = tile.rows[i];
-    const float* output = scratch.output + i * padded_dim;
-    const float sum = scratch.row_sum[i];
-    // 0 where nothing is seen, and where all scores are -inf.
-    const float inverse_sum = sum == 0.0f ? 0.0f : 1.0f / sum;
+    // Nothing is seen, or all scores are -inf: `output` is then 0, or 0 times a NaN of V.
+    const bool is_empty = scratch.row_sum[i] == 0.0f;
+    const SoftmaxEnd end = is_empty ? SoftmaxEnd{0.0f, row.sink}
+                                    : JoinSink(scratch.row_max[i], scratch.row_sum[i], row.sink);
+    const float* output = is_empty ? nullptr : scratch.output + i * padded_dim;
     switch (tile.q_element) {
       case Element::kFloat32:
-        WriteRow<Float32>(output, inverse_sum, tile.head_dim, row.index, tile.out);
+        WriteRow<Float32>(output, end.factor, tile.head_dim, row.index, tile.out);
         break;
       case Element::kFloat16:
-        WriteRow<Float16>(output, inverse_sum, tile.head_dim, row.index, tile.out);
+        WriteRow<Float16>(output, end.factor, tile.head_dim, row.index, tile.out);
         break;
       case Element::kBFloat16:
-        WriteRow<BFloat16>(output, inverse_sum, tile.head_dim, row.index, tile.out);
+        WriteRow<BFloat16>(output, end.factor, tile.head_dim, row.index, tile.out);
         break;
     }
-    if (tile.lse != nullptr) {
-      // An empty row's maximum is -inf, and so is its logarithm of 0.
-      tile.lse[row.index] = scratch.row_max[i] * kLn2 + __builtin_logf(sum);
-    }
+    if (tile.lse != nullptr) tile.lse[row.index] = end.lse;
   }
+}
+
+// The group of rows from `row` on before the KV tile that starts at `slot`; false where none of
+// them sees any of it.
+bool LocateGroup(const QueryTile& tile, const Scratch& scratch, int64_t row, int64_t slot,
+                 GroupStep* step) {
+  step->head_dim = tile.head_dim;
+  step->kv_tile = KvTile(tile.head_dim);
+  step->rows = Min(kGroupRows, tile.row_count - row);
+  bool sees_any = false;
+  for (int64_t i = 0; i < step->rows; ++i) {
+    const int64_t begin = Max(tile.rows[row + i].begin - slot, 0);
+    const int64_t end = Min(tile.rows[row + i].end - slot, step->kv_tile);
+    step->begins[i] = begin < end ? begin : 0;
+    step->ends[i] = begin < end ? end : 0;
+    sees_any |= begin < end;
+  }
+  step->keys = scratch.keys;
+  step->values = scratch.values;
+  step->queries = scratch.queries + row * tile.head_dim;
+  step->output = scratch.output + row * RoundUp(tile.head_dim, kLanes);
+  step->scores = scratch.scores;
+  step->row_max = scratch.row_max + row;
+  step->row_sum = scratch.row_sum + row;
+  return sees_any;
 }
 
 void RunTile(const QueryTile& tile, void* scratch_memory) {
@@ -247,33 +332,17 @@ void RunTile(const QueryTile& tile, void* scratch_memory) {
   PackQueries(tile, scratch);
 
   const int64_t kv_tile = KvTile(tile.head_dim);
-  const int64_t kv_end = tile.rows[tile.row_count - 1].visible;
-  for (int64_t slot = 0; slot < kv_end; slot += kv_tile) {
-    const int64_t slots = Min(kv_tile, kv_end - slot);
+  for (int64_t slot = tile.begin / kv_tile * kv_tile; slot < tile.end; slot += kv_tile) {
+    const int64_t begin = Max(tile.begin - slot, 0);
+    const int64_t end = Min(tile.end - slot, kv_tile);
     if (tile.kv_element == Element::kFloat16) {
-      PackKvTile<Float16>(tile, slot, slots, scratch);
+      PackKvTile<Float16>(tile, slot, begin, end, scratch);
     } else {
-      PackKvTile<BFloat16>(tile, slot, slots, scratch);
+      PackKvTile<BFloat16>(tile, slot, begin, end, scratch);
     }
     for (int64_t row = 0; row < tile.row_count; row += kGroupRows) {
       GroupStep step;
-      step.head_dim = tile.head_dim;
-      step.kv_tile = kv_tile;
-      step.rows = Min(kGroupRows, tile.row_count - row);
-      step.first = 0;
-      for (int64_t i = 0; i < step.rows; ++i) {
-        step.limits[i] = Min(slots, tile.rows[row + i].visible - slot);
-        if (step.limits[i] <= 0) step.first = i + 1;
-      }
-      if (step.first == step.rows) continue;
-      step.keys = scratch.keys;
-      step.values = scratch.values;
-      step.queries = scratch.queries + row * tile.head_dim;
-      step.output = scratch.output + row * padded_dim;
-      step.scores = scratch.scores;
-      step.row_max = scratch.row_max + row;
-      step.row_sum = scratch.row_sum + row;
-      AttendGroup(step, tile.scale_log2);
+      if (LocateGroup(tile, scratch, row, slot, &step)) AttendGroup(step, tile);
     }
   }
   WriteRows(tile, scratch);

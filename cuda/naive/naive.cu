@@ -1,8 +1,8 @@
 // The `naive` kernel. Nothing is staged and nothing is rounded: every block reads all K and V its
 // row sees, one element a load, and all arithmetic is float32.
 //
-//   a block, one row of out:   for each tile of 128 slots
-//     thread s:  score of slot s      = scale * sum over d of q[d] * k[s][d]
+//   a block, one row of out:   for each tile of 128 slots that the row sees some of
+//     thread s:  score of slot s      = scale * sum over d of q[d] * k[s][d], capped
 //     block:     row_max, probs, row_sum of the tile (online softmax)
 //     thread d:  out[d]               = out[d] * alpha + sum over s of probs[s] * v[s][d]
 //
@@ -14,10 +14,12 @@
 
 #include "attention/kv_layout.h"
 #include "attention/rules.h"
+#include "attention/sinks.h"
 #include "attention/visible.h"
 #include "cuda/naive/naive.h"
 #include "cuda/refusal.h"
 #include "cuda/tile/convert.h"
+#include "cuda/tile/sink.cuh"
 
 namespace jax_fa::cuda {
 namespace {
@@ -79,16 +81,19 @@ struct Row {
   const KvT* v;  // slot s at v + s * slot_pitch
   int64_t slot_pitch;
   int64_t head_dim;
-  int32_t visible;  // slots 0 .. visible - 1 are seen
+  Visible visible;
   float scale;
+  float cap;   // 0: none
+  float sink;  // -inf: none
 };
 
 template <typename QT, typename KvT>
 __device__ Row<QT, KvT> LocateRow(const AttentionParams& params, int64_t row) {
   const int64_t q_head = row % params.q_heads;
   const int64_t token = row / params.q_heads;  // b * q_len + t
+  const int64_t sequence = token / params.q_len;
   const int64_t kv_head = q_head / (params.q_heads / params.kv_heads);
-  const int64_t cache_offset = CacheOffset(params, token / params.q_len, kv_head);
+  const int64_t cache_offset = CacheOffset(params, sequence, kv_head);
   Row<QT, KvT> r;
   r.q = static_cast<const QT*>(params.q) + row * params.head_dim;
   r.out = static_cast<QT*>(params.out) + row * params.head_dim;
@@ -97,9 +102,17 @@ __device__ Row<QT, KvT> LocateRow(const AttentionParams& params, int64_t row) {
   r.v = static_cast<const KvT*>(params.v) + cache_offset;
   r.slot_pitch = SlotPitch(params);
   r.head_dim = params.head_dim;
-  r.visible = VisibleSlots(params.positions[token], static_cast<int32_t>(params.kv_len)).hi;
+  r.visible = VisibleSlots(params, sequence, token % params.q_len);
   r.scale = params.scale;
+  r.cap = params.logits_soft_cap;
+  r.sink = SinkLogit(params, sequence, q_head);
   return r;
+}
+
+template <typename QT, typename KvT>
+__device__ float Score(const Row<QT, KvT>& row, int64_t slot) {
+  const float score = row.scale * Dot(row.q, row.k + slot * row.slot_pitch, row.head_dim);
+  return row.cap > 0.0f ? row.cap * tanhf(score / row.cap) : score;
 }
 
 // Columns column_begin .. column_begin + kColumnsPerPass of one row of out.
@@ -109,14 +122,13 @@ __device__ void AttendColumns(const Row<QT, KvT>& row, int64_t column_begin, Sha
   float row_sum = 0.0f;
   float r_out[kColumnsPerThread] = {};
 
-  for (int32_t kv_start = 0; kv_start < row.visible; kv_start += kTileKv) {
-    const int slots = min(kTileKv, row.visible - kv_start);
-    const bool has_slot = static_cast<int>(threadIdx.x) < slots;
-    float score = -INFINITY;
-    if (has_slot) {
-      const int64_t slot = kv_start + static_cast<int32_t>(threadIdx.x);
-      score = row.scale * Dot(row.q, row.k + slot * row.slot_pitch, row.head_dim);
-    }
+  const int32_t first_tile = row.visible.lo / kTileKv;
+  for (int32_t kv_start = first_tile * kTileKv; kv_start < row.visible.hi; kv_start += kTileKv) {
+    const int begin = max(row.visible.lo - kv_start, 0);
+    const int end = min(row.visible.hi - kv_start, kTileKv);
+    const int thread = static_cast<int>(threadIdx.x);
+    const bool has_slot = begin <= thread && thread < end;
+    const float score = has_slot ? Score(row, kv_start + thread) : -INFINITY;
     const float new_max = fmaxf(row_max, BlockReduce<Max>(score, s.warp_partial));
     // Scores of -inf only (K holds -inf): subtract 0, not -inf, which would give NaN.
     const float base = new_max == -INFINITY ? 0.0f : new_max;
@@ -134,23 +146,23 @@ __device__ void AttendColumns(const Row<QT, KvT>& row, int64_t column_begin, Sha
       const int64_t column = column_begin + i * kThreads + threadIdx.x;
       if (column >= row.head_dim) continue;
       float sum = r_out[i] * alpha;
-      for (int slot = 0; slot < slots; ++slot) {
+      for (int slot = begin; slot < end; ++slot) {
         sum = fmaf(s.probs[slot], ToFloat(v_tile[slot * row.slot_pitch + column]), sum);
       }
       r_out[i] = sum;
     }
   }
 
+  const SoftmaxEnd end = JoinSink(row_max, row_sum, row.sink);
 #pragma unroll
   for (int i = 0; i < kColumnsPerThread; ++i) {
     const int64_t column = column_begin + i * kThreads + threadIdx.x;
     if (column >= row.head_dim) continue;
     // + 0.0f: an exact zero is +0 whatever the signs in V.
-    row.out[column] = FromFloat<QT>(row_sum == 0.0f ? 0.0f : r_out[i] / row_sum + 0.0f);
+    const float value = r_out[i] * end.alpha / end.sum + 0.0f;
+    row.out[column] = FromFloat<QT>(row_sum == 0.0f ? 0.0f : value);
   }
-  if (row.lse != nullptr && column_begin == 0 && threadIdx.x == 0) {
-    *row.lse = row_sum == 0.0f ? -INFINITY : row_max + logf(row_sum);
-  }
+  if (row.lse != nullptr && column_begin == 0 && threadIdx.x == 0) *row.lse = end.lse;
 }
 
 template <typename QT, typename KvT>

@@ -52,9 +52,11 @@ struct SharedStorage {
 struct Args {
   AttentionParams params;
   float q_scale;      // applied to q in float32, before it is rounded to the cache's dtype
-  float score_scale;  // applied to the float32 scores; one of the two is 1
-  bool kv_aligned;    // K and V may be read 16 bytes at a time
-  bool out_aligned;   // out may be written 16 bytes at a time
+  float score_scale;  // applied to the float32 scores, after the soft cap's tanh where there is one
+  float cap_scale;    // applied before it
+  bool is_capped;
+  bool kv_aligned;   // K and V may be read 16 bytes at a time
+  bool out_aligned;  // out may be written 16 bytes at a time
 };
 
 }  // namespace jax_fa::cuda::portable

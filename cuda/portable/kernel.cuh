@@ -2,16 +2,17 @@
 //
 //   256 threads, time runs down; ==== is a block barrier
 //     all      q tile: global -> shared, scaled, rounded to the cache's dtype, once
-//     for each tile of 64 slots below the furthest one any row sees:
+//     for each tile of 64 slots from the first one any row sees to the last:
 //     all      K and V tile: global -> shared, 16 bytes a copy, zeros from kv_end on
 //     ====     tiles are whole
 //     8 warps  scores = Q.K^T by wmma, as 4 x 2: 16 rows x 32 slots a warp -> shared, float32
 //     ====     scores are whole
-//     4 threads a row (all in one warp): row_max, probs, row_sum; probs -> shared, 16-bit, over
+//     4 threads a row (all in one warp): soft cap, row_max, probs, row_sum; probs -> shared,
+//     16-bit, over
 //              the row's own scores; then out[row, quarter] += probs.V by FMA, in registers
 //     ====     tiles are free again
 //
-// Rows are independent: a row's threads stop at the row's own last visible slot, so neither a
+// Rows are independent: a row's threads go by the slots that the row itself sees, so neither a
 // masked score nor a V row it does not see takes part in its arithmetic (contract C3, C5).
 
 #ifndef JAX_FA_CUDA_PORTABLE_KERNEL_CUH_
@@ -22,9 +23,11 @@
 #include <cmath>
 #include <type_traits>
 
+#include "attention/sinks.h"
 #include "cuda/portable/config.h"
 #include "cuda/portable/staging.cuh"
 #include "cuda/tile/convert.h"
+#include "cuda/tile/sink.cuh"
 
 namespace jax_fa::cuda::portable {
 
@@ -112,12 +115,42 @@ __device__ char* ProbsOfRow(DeviceStorage<KvT, kHeadDim>& s, int row) {
   return reinterpret_cast<char*>(s.scores) + row * kProbsStrideBytes;
 }
 
+// The slots of a tile that a row sees, counted from the tile's first; none where begin = end.
+struct TileSlots {
+  int begin;
+  int end;
+
+  __device__ TileSlots(const Visible& row, int kv_start)
+      : begin(min(max(row.lo - kv_start, 0), kTileKv)),
+        end(min(max(row.hi - kv_start, begin), kTileKv)) {}
+  // One comparison, as what lies below `begin` is a huge number then.
+  __device__ bool Has(int slot) const {
+    return static_cast<unsigned>(slot - begin) < static_cast<unsigned>(end - begin);
+  }
+  __device__ bool HasAll(int first, int count) const {
+    return begin <= first && first + count <= end;
+  }
+};
+
+// The thread's scores become tanh(cap_scale * score), which the step below scales by the cap.
+template <typename KvT, int kHeadDim>
+__device__ void CapScores(DeviceStorage<KvT, kHeadDim>& s, float cap_scale) {
+  const int row = threadIdx.x / kThreadsPerRow;
+  const int quarter = threadIdx.x % kThreadsPerRow;
+#pragma unroll 1
+  for (int group = 0; group < kGroups; ++group) {
+    float* s_scores = &s.scores[row][GroupSlot(group, quarter)];
+#pragma unroll 1
+    for (int i = 0; i < kGroup; ++i) s_scores[i] = tanhf(s_scores[i] * cap_scale);
+  }
+}
+
 // One online-softmax step of the thread's row: the tile's scores become probabilities relative to
-// the new row_max, and the state is rescaled to it. `limit`: slots of the tile the row sees.
+// the new row_max, and the state is rescaled to it. `seen`: slots of the tile the row sees.
 // A tile it sees nothing of leaves the state exactly as it is (C5): row_max stays, alpha is 1.
 template <typename KvT, int kHeadDim>
 __device__ void SoftmaxStep(DeviceStorage<KvT, kHeadDim>& s, RowState<kHeadDim>& state,
-                            float score_scale, int limit) {
+                            float score_scale, const TileSlots& seen) {
   const int row = threadIdx.x / kThreadsPerRow;
   const int quarter = threadIdx.x % kThreadsPerRow;
   float r_scores[kGroups][kGroup];
@@ -130,14 +163,14 @@ __device__ void SoftmaxStep(DeviceStorage<KvT, kHeadDim>& s, RowState<kHeadDim>&
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) {
       // A select, not an addition: an unseen slot may hold NaN.
-      r_scores[group][i] = slot + i < limit ? loaded[i] * score_scale : -INFINITY;
+      r_scores[group][i] = seen.Has(slot + i) ? loaded[i] * score_scale : -INFINITY;
       tile_max = fmaxf(tile_max, r_scores[group][i]);
     }
   }
   const float new_max = fmaxf(state.max, RowMax(tile_max));
   // Nothing seen so far, or scores of -inf only: subtract 0, not -inf, which would give NaN.
   const float base = new_max == -INFINITY ? 0.0f : new_max;
-  const float alpha = limit > 0 ? __expf(state.max - base) : 1.0f;
+  const float alpha = seen.begin < seen.end ? __expf(state.max - base) : 1.0f;
 
   // The row's four threads have loaded their scores; without it one of them may load what another
   // has already overwritten with probabilities.
@@ -150,7 +183,7 @@ __device__ void SoftmaxStep(DeviceStorage<KvT, kHeadDim>& s, RowState<kHeadDim>&
     float probs[kGroup];
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) {
-      probs[i] = slot + i < limit ? __expf(r_scores[group][i] - base) : 0.0f;
+      probs[i] = seen.Has(slot + i) ? __expf(r_scores[group][i] - base) : 0.0f;
       sum += probs[i];
     }
     *reinterpret_cast<uint2*>(s_probs + slot * sizeof(KvT)) =
@@ -168,10 +201,10 @@ __device__ void SoftmaxStep(DeviceStorage<KvT, kHeadDim>& s, RowState<kHeadDim>&
   }
 }
 
-// Adds slots first .. first + 7 of the tile, those below `limit`, to the thread's quarter of out.
+// Adds slots first .. first + 7 of the tile, those the row sees, to the thread's quarter of out.
 template <bool kWhole, typename KvT, int kHeadDim>
 __device__ __forceinline__ void AddSlots(DeviceStorage<KvT, kHeadDim>& s, RowState<kHeadDim>& state,
-                                         int first, int limit) {
+                                         int first, const TileSlots& seen) {
   const int row = threadIdx.x / kThreadsPerRow;
   const int quarter = threadIdx.x % kThreadsPerRow;
   const uint4 eight =
@@ -179,7 +212,7 @@ __device__ __forceinline__ void AddSlots(DeviceStorage<KvT, kHeadDim>& s, RowSta
   const uint32_t prob_pairs[kChunk / 2] = {eight.x, eight.y, eight.z, eight.w};
 #pragma unroll
   for (int i = 0; i < kChunk; ++i) {
-    if (!kWhole && first + i >= limit) break;
+    if (!kWhole && !seen.Has(first + i)) continue;
     const float2 probs = Unpack2<KvT>(prob_pairs[i / 2]);
     const float prob = i % 2 == 0 ? probs.x : probs.y;
 #pragma unroll
@@ -201,12 +234,14 @@ __device__ __forceinline__ void AddSlots(DeviceStorage<KvT, kHeadDim>& s, RowSta
 // out += probs . V over the slots of the tile that the row sees, in slot order.
 template <typename KvT, int kHeadDim>
 __device__ void AccumulateOut(DeviceStorage<KvT, kHeadDim>& s, RowState<kHeadDim>& state,
-                              int limit) {
-  int slot = 0;
-  for (; slot + kChunk <= limit; slot += kChunk) {
-    AddSlots<true, KvT, kHeadDim>(s, state, slot, limit);
+                              const TileSlots& seen) {
+  for (int slot = seen.begin / kChunk * kChunk; slot < seen.end; slot += kChunk) {
+    if (seen.HasAll(slot, kChunk)) {
+      AddSlots<true, KvT, kHeadDim>(s, state, slot, seen);
+    } else {
+      AddSlots<false, KvT, kHeadDim>(s, state, slot, seen);
+    }
   }
-  if (slot < limit) AddSlots<false, KvT, kHeadDim>(s, state, slot, limit);
 }
 
 template <typename QT>
@@ -226,7 +261,7 @@ __device__ __forceinline__ void StoreChunk(QT* g_out, const float (&values)[kChu
   }
 }
 
-// out = state.out / row_sum; a row that saw nothing is 0 with lse -inf.
+// out = state.out / row_sum, the sink in the sum; a row that saw nothing is 0 with lse = sink.
 template <typename QT, int kHeadDim>
 __device__ void StoreRow(const Args& args, const Work& work, const RowState<kHeadDim>& state) {
   const int row = threadIdx.x / kThreadsPerRow;
@@ -235,7 +270,9 @@ __device__ void StoreRow(const Args& args, const Work& work, const RowState<kHea
   const int64_t g_row = work.first_row + row * args.params.q_heads;
   QT* g_out = static_cast<QT*>(args.params.out) + g_row * kHeadDim;
   const bool is_empty = state.sum == 0.0f;
-  const float inverse = 1.0f / state.sum;
+  const float sink = SinkLogit(args.params, work.sequence, work.head);
+  const SoftmaxEnd end = JoinSink(state.max, state.sum, sink);
+  const float inverse = end.alpha / end.sum;
 #pragma unroll
   for (int chunk = 0; chunk < RowState<kHeadDim>::kChunks; ++chunk) {
     float values[kChunk];
@@ -246,21 +283,21 @@ __device__ void StoreRow(const Args& args, const Work& work, const RowState<kHea
     }
     StoreChunk(g_out + (chunk * kThreadsPerRow + quarter) * kChunk, values, args.out_aligned);
   }
-  if (args.params.lse != nullptr && quarter == 0) {
-    args.params.lse[g_row] = is_empty ? -INFINITY : state.max + logf(state.sum);
-  }
+  if (args.params.lse != nullptr && quarter == 0) args.params.lse[g_row] = end.lse;
 }
 
 template <typename QT, typename KvT, int kHeadDim>
 __device__ void Attend(const Args& args, DeviceStorage<KvT, kHeadDim>& s) {
   const AttentionParams& params = args.params;
   const Work work = LocateWork(params);
-  const int visible = VisibleSlotsOfRow(params, work, threadIdx.x / kThreadsPerRow);
-  const int kv_end = MaxVisibleSlots(params, work);
+  const Visible visible = VisibleSlotsOfRow(params, work, threadIdx.x / kThreadsPerRow);
+  const VisibleBounds bounds = BoundsOfTile(params, work);
+  const int kv_end = bounds.most_hi;
   RowState<kHeadDim> state;
 
   if (kv_end > 0) StageQ<QT, KvT, kHeadDim>(s, args, work);
-  for (int kv_start = 0; kv_start < kv_end; kv_start += kTileKv) {
+  const int kv_first = bounds.Span(kTileKv).first * kTileKv;
+  for (int kv_start = kv_first; kv_start < kv_end; kv_start += kTileKv) {
     const int slots = min(kTileKv, kv_end - kv_start);
     const int64_t offset = work.cache_offset + kv_start * params.kv_heads * kHeadDim;
     if (args.kv_aligned) {
@@ -275,9 +312,10 @@ __device__ void Attend(const Args& args, DeviceStorage<KvT, kHeadDim>& s) {
     // Two warps wrote the scores of a row, the row's four threads read them; without it they take
     // the last tile's probabilities for scores.
     __syncthreads();
-    const int limit = min(max(visible - kv_start, 0), kTileKv);
-    SoftmaxStep<KvT, kHeadDim>(s, state, args.score_scale, limit);
-    AccumulateOut<KvT, kHeadDim>(s, state, limit);
+    if (args.is_capped) CapScores<KvT, kHeadDim>(s, args.cap_scale);
+    const TileSlots seen(visible, kv_start);
+    SoftmaxStep<KvT, kHeadDim>(s, state, args.score_scale, seen);
+    AccumulateOut<KvT, kHeadDim>(s, state, seen);
     // All threads have read V and their probabilities, all warps K; without it the next tile's
     // copies overwrite V under a slower warp, and its scores that warp's probabilities.
     __syncthreads();

@@ -27,6 +27,12 @@ inline Args MakeArgs(const AttentionParams& params) {
   args.params = params;
   args.q_scale = fold ? params.scale : 1.0f;
   args.score_scale = fold ? 1.0f : params.scale;
+  args.is_capped = params.logits_soft_cap > 0.0f;
+  args.cap_scale = 0.0f;
+  if (args.is_capped) {
+    args.cap_scale = args.score_scale / params.logits_soft_cap;
+    args.score_scale = params.logits_soft_cap;
+  }
   args.kv_aligned = IsAligned16(params.k) && IsAligned16(params.v);
   args.out_aligned = IsAligned16(params.out);
   return args;

@@ -22,8 +22,10 @@ using DeviceStorage = SharedStorage<KvT, kHeadDim, RowPadding(kCompiledFor)>;
 
 // One block's share of the call.
 struct Work {
-  int64_t first_row;    // row of q, out and lse of the tile's first token; tokens are q_heads apart
-  int64_t first_token;  // index into positions
+  int64_t first_row;  // row of q, out and lse of the tile's first token; tokens are q_heads apart
+  int64_t sequence;
+  int64_t first_token;  // of the sequence
+  int64_t head;
   int64_t cache_offset;  // element of K and V where slot 0 of the head lies
   int rows;              // tokens in the tile, 1 .. kTileQ
 };
@@ -31,39 +33,39 @@ struct Work {
 // Last tiles first: with growing positions they are the longest, and a long tile that starts late
 // would leave the other multiprocessors idle. Heads run together, so they share K and V in L2.
 __device__ inline Work LocateWork(const AttentionParams& params) {
-  const int64_t head = blockIdx.x % params.q_heads;
-  const int64_t sequence = blockIdx.x / params.q_heads % params.batch;
+  Work work;
+  work.head = blockIdx.x % params.q_heads;
+  work.sequence = blockIdx.x / params.q_heads % params.batch;
   const int64_t tiles = (params.q_len + kTileQ - 1) / kTileQ;
   const int64_t tile = tiles - 1 - blockIdx.x / params.q_heads / params.batch;
-  const int64_t kv_head = head / (params.q_heads / params.kv_heads);
-  Work work;
-  work.first_token = sequence * params.q_len + tile * kTileQ;
-  work.first_row = work.first_token * params.q_heads + head;
-  work.cache_offset = CacheOffset(params, sequence, kv_head);
+  const int64_t kv_head = work.head / (params.q_heads / params.kv_heads);
+  work.first_token = tile * kTileQ;
+  work.first_row = (work.sequence * params.q_len + work.first_token) * params.q_heads + work.head;
+  work.cache_offset = CacheOffset(params, work.sequence, kv_head);
   const int64_t left = params.q_len - tile * kTileQ;
   work.rows = left < kTileQ ? static_cast<int>(left) : kTileQ;
   return work;
 }
 
-__device__ inline int VisibleSlotsOfRow(const AttentionParams& params, const Work& work, int row) {
-  return row < work.rows ? VisibleSlots(params.positions[work.first_token + row],
-                                        static_cast<int32_t>(params.kv_len))
-                               .hi
-                         : 0;
+__device__ inline Visible VisibleSlotsOfRow(const AttentionParams& params, const Work& work,
+                                            int row) {
+  return row < work.rows ? VisibleSlots(params, work.sequence, work.first_token + row)
+                         : Visible{0, 0};
 }
 
-// The most slots any row of the tile sees; positions come in any order. Each warp computes it for
-// itself, so no shared memory and no barrier is needed.
-__device__ inline int MaxVisibleSlots(const AttentionParams& params, const Work& work) {
+// The first and the last slot that any row of the tile sees; positions come in any order. Each warp
+// computes them for itself, so no shared memory and no barrier is needed.
+__device__ inline VisibleBounds BoundsOfTile(const AttentionParams& params, const Work& work) {
   const int lane = threadIdx.x % kWarpSize;
-  int most = 0;
+  VisibleBounds bounds;
   for (int row = lane; row < kTileQ; row += kWarpSize) {
-    most = max(most, VisibleSlotsOfRow(params, work, row));
+    bounds.Add(VisibleSlotsOfRow(params, work, row));
   }
   for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
-    most = max(most, __shfl_xor_sync(0xffffffffu, most, distance));
+    bounds.least_lo = min(bounds.least_lo, __shfl_xor_sync(0xffffffffu, bounds.least_lo, distance));
+    bounds.most_hi = max(bounds.most_hi, __shfl_xor_sync(0xffffffffu, bounds.most_hi, distance));
   }
-  return most;
+  return bounds;
 }
 
 // s.q[row][d] = q * q_scale, rounded; zeros in rows past the last token.

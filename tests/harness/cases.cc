@@ -71,6 +71,33 @@ Case WithoutChunkInvariance(Case c) {
   return c;
 }
 
+Case WithWindow(Case c, int32_t window) {
+  c.problem.sliding_window = window;
+  return c;
+}
+
+Case WithStarts(Case c, Starts starts) {
+  c.problem.has_starts = true;
+  c.starts = starts;
+  return c;
+}
+
+Case WithCap(Case c, float cap) {
+  c.problem.logits_soft_cap = cap;
+  return c;
+}
+
+Case WithSinks(Case c, Sinks sinks) {
+  c.problem.has_sinks = true;
+  c.sinks = sinks;
+  return c;
+}
+
+Case WithAllOptions(Case c, int32_t window) {
+  return WithSinks(WithCap(WithStarts(WithWindow(c, window), Starts::kByRow), 5.0f),
+                   Sinks::kBySequence);
+}
+
 Case Large(Case c) {
   c.is_small = false;
   return c;
@@ -129,6 +156,40 @@ const std::vector<Case>& AllCases() {
           Stacked(With(Make("split_layer", {2, 5, 2100, 4, 2, 64}, kBF16, kBF16), P::kPadded, 2050),
                   2, 2, 1)),
       With(Make("heads_in_one_tile", {70, 1, 300, 4, 2, 64}, kBF16, kBF16), P::kAnyOrder),
+      WithWindow(Make("window_1", {1, 66, 66, 2, 1, 64}, kF16, kF16), 1),
+      WithWindow(Make("window_64", {1, 200, 200, 2, 1, 128}, kBF16, kBF16), 64),
+      WithWindow(
+          With(Make("window_n_past", {2, 100, 500, 4, 2, 64}, kF32, kF16), P::kIncreasing, 380),
+          100),
+      WithWindow(With(Make("window_any_order", {2, 100, 260, 4, 2, 128}, kF16, kF16), P::kAnyOrder),
+                 70),
+      WithWindow(WithNanSlot(Make("window_nan", {1, 260, 260, 2, 1, 64}, kF16, kF16), 70), 90),
+      WithWindow(Make("window_hides_none", {1, 130, 130, 2, 1, 128}, kF32, kBF16), INT32_MAX),
+      WithStarts(Make("starts", {3, 130, 200, 4, 2, 128}, kF16, kF16), Starts::kBySequence),
+      WithStarts(
+          With(Make("starts_any_order", {3, 100, 150, 4, 2, 64}, kBF16, kBF16), P::kAnyOrder),
+          Starts::kBySequence),
+      WithStarts(With(Make("starts_by_row", {2, 140, 200, 4, 2, 80}, kF32, kF16), P::kShuffled, 50),
+                 Starts::kByRow),
+      WithCap(Make("cap_50", {1, 130, 130, 4, 2, 128}, kF16, kF16), 50.0f),
+      WithCap(With(Make("cap_half", {2, 70, 100, 2, 1, 64}, kBF16, kBF16), P::kShuffled, 20), 0.5f),
+      WithCap(WithScale(Make("cap_scale_2", {1, 66, 66, 2, 1, 64}, kF32, kF16), 2.0f), 30.0f),
+      WithSinks(Make("sinks", {1, 130, 130, 7, 1, 64}, kF16, kF16), Sinks::kByHead),
+      WithSinks(With(Make("sinks_padded", {3, 70, 100, 4, 2, 128}, kF32, kBF16), P::kPadded, 11),
+                Sinks::kBySequence),
+      WithSinks(Make("sinks_no_slots", {2, 65, 0, 4, 2, 64}, kF16, kF16), Sinks::kByHead),
+      WithAllOptions(Make("all_options", {2, 200, 200, 4, 2, 128}, kF16, kF16), 70),
+      WithAllOptions(
+          With(Make("all_options_order", {3, 100, 260, 4, 2, 64}, kBF16, kBF16), P::kAnyOrder), 50),
+      WithAllOptions(
+          With(Make("all_options_d80", {2, 70, 300, 4, 2, 80}, kF32, kF16), P::kPadded, 200), 128),
+      WithAllOptions(
+          Stacked(Make("all_options_layer", {2, 66, 70, 4, 2, 128}, kF16, kF16), 3, 2, 1), 20),
+      Large(WithSinks(WithWindow(Make("gpt_oss_2k", {1, 2048, 2048, 64, 8, 64}, kBF16, kBF16), 128),
+                      Sinks::kByHead)),
+      Large(WithCap(
+          WithWindow(Make("capped_window_2k", {1, 2048, 2048, 16, 8, 128}, kF16, kF16), 1024),
+          50.0f)),
       Large(WithoutChunkInvariance(
           With(Make("spec_16_at_32k", {1, 16, 32768, 32, 8, 128}, kBF16, kBF16), P::kIncreasing,
                32752))),

@@ -1,4 +1,5 @@
 // The harness's named cases: problems around tile edges, GQA ratios, every order of positions, and
+// options of the mask and the softmax,
 // a few of real size. A case is a value; its data come from inputs.h.
 
 #ifndef JAX_FA_TESTS_HARNESS_CASES_H_
@@ -19,6 +20,14 @@ enum class Positions {
   kAnyOrder,    // random, repeated, negative, at and past kv_len, INT32_MAX and INT32_MIN
 };
 
+enum class Starts {
+  kNone,
+  kBySequence,  // random, 0 in the first sequence, so that the others have poison below
+  kByRow,       // random, INT32_MAX and INT32_MIN and negative ones among them
+};
+
+enum class Sinks { kNone, kByHead, kBySequence };  // around 1, every third -inf
+
 struct Case {
   std::string name;
   AttentionProblem problem;
@@ -33,6 +42,8 @@ struct Case {
   int64_t layer_batch = 0;
   // The layer to read, as data; outside the stack it is the nearest one.
   int32_t layer = 0;
+  Starts starts = Starts::kNone;
+  Sinks sinks = Sinks::kNone;
   // Small cases are few tiles each: what the sanitizers can run in seconds.
   bool is_small = true;
 };

@@ -92,6 +92,8 @@ struct DeviceCase {
         v(inputs.v.bytes.size(), Shift(c, c.problem.kv_dtype), status),
         positions(inputs.positions.size() * sizeof(int32_t), 0, status),
         layer(c.layer_batch == 0 ? 0 : sizeof(int32_t), 0, status),
+        starts(inputs.starts.size() * sizeof(int32_t), 0, status),
+        sinks(inputs.sinks.size() * sizeof(float), 0, status),
         out(inputs.q.bytes.size(), Shift(c, c.problem.q_dtype), status),
         first_out(out.bytes(), 0, status),
         lse(c.with_lse ? c.problem.rows() * sizeof(float) : 0, 0, status),
@@ -104,6 +106,8 @@ struct DeviceCase {
     v.Upload(inputs.v.bytes, status);
     positions.Upload(inputs.positions, status);
     if (c.layer_batch != 0) layer.Upload(std::vector<int32_t>{c.layer}, status);
+    starts.Upload(inputs.starts, status);
+    sinks.Upload(inputs.sinks, status);
     status.Check(cudaMemset(differs.data(), 0, differs.bytes()), "cudaMemset");
     status.Check(cudaMemset(first_units.data(), 0xff, first_units.bytes()), "cudaMemset");
     static_cast<AttentionProblem&>(params) = c.problem;
@@ -113,13 +117,17 @@ struct DeviceCase {
     params.positions = reinterpret_cast<const int32_t*>(positions.data());
     if (c.layer_batch != 0) params.layer = reinterpret_cast<const int32_t*>(layer.data());
     params.layer_batch = c.layer_batch;
+    if (c.problem.has_starts) params.starts = reinterpret_cast<const int32_t*>(starts.data());
+    params.starts_by_row = c.starts == Starts::kByRow;
+    if (c.problem.has_sinks) params.sinks = reinterpret_cast<const float*>(sinks.data());
+    params.sinks_by_sequence = c.sinks == Sinks::kBySequence;
     params.out = out.data();
     params.lse = c.with_lse ? reinterpret_cast<float*>(lse.data()) : nullptr;
   }
 
   static size_t Shift(const Case& c, DType dtype) { return c.misalignment * DTypeBytes(dtype); }
 
-  DeviceArray q, k, v, positions, layer, out, first_out, lse, first_lse;
+  DeviceArray q, k, v, positions, layer, starts, sinks, out, first_out, lse, first_lse;
   DeviceArray differs;      // one flag a run
   DeviceArray first_units;  // lowest differing unit of out, of lse
   AttentionParams params;

@@ -10,7 +10,6 @@
 #include <limits>
 #include <random>
 
-#include "attention/visible.h"
 #include "tests/harness/inputs.h"
 
 namespace jax_fa::harness {
@@ -72,19 +71,45 @@ void FillSequence(const Case& c, std::mt19937_64& bits, int32_t* positions) {
   }
 }
 
-// One past the furthest slot that any row of sequence `b` sees.
-int64_t SeenSlots(const Case& c, const std::vector<int32_t>& positions, int64_t b) {
-  int32_t seen = 0;
-  for (int64_t t = 0; t < c.problem.q_len; ++t) {
-    seen = std::max(seen, VisibleSlots(positions[b * c.problem.q_len + t],
-                                       static_cast<int32_t>(c.problem.kv_len))
-                              .hi);
+std::vector<int32_t> MakeStarts(const Case& c, std::mt19937_64& bits) {
+  const AttentionProblem& p = c.problem;
+  std::vector<int32_t> starts;
+  if (c.starts == Starts::kBySequence) {
+    for (int64_t b = 0; b < p.batch; ++b) {
+      starts.push_back(b == 0 ? 0 : static_cast<int32_t>(RandomBelow(p.kv_len / 2, bits)));
+    }
+  } else if (c.starts == Starts::kByRow) {
+    for (int64_t i = 0; i < p.batch * p.q_len; ++i) {
+      starts.push_back(static_cast<int32_t>(RandomBelow(p.kv_len / 2 + 10, bits) - 5));
+    }
+    starts[p.q_len / 5] = INT32_MAX;
+    starts[p.q_len / 4] = INT32_MIN;
   }
-  return seen;
+  return starts;
+}
+
+std::vector<float> MakeSinks(const Case& c, std::mt19937_64& bits) {
+  if (c.sinks == Sinks::kNone) return {};
+  const int64_t sequences = c.sinks == Sinks::kBySequence ? c.problem.batch : 1;
+  std::vector<float> sinks = NormalValues(sequences * c.problem.q_heads, bits);
+  for (size_t i = 0; i < sinks.size(); ++i) {
+    sinks[i] = i % 3 == 2 ? -std::numeric_limits<float>::infinity() : 1.0f + 2.0f * sinks[i];
+  }
+  return sinks;
+}
+
+// Whether any row of sequence `b` sees each slot.
+std::vector<bool> SeenBySome(const Case& c, const Inputs& inputs, int64_t b) {
+  std::vector<bool> is_seen(c.problem.kv_len);
+  for (int64_t t = 0; t < c.problem.q_len; ++t) {
+    const SeenSlots seen = Seen(c, inputs, b, t);
+    for (int64_t s = seen.first; s < seen.end; ++s) is_seen[s] = true;
+  }
+  return is_seen;
 }
 
 // Slots that no row sees hold NaN and infinities; slot c.nan_slot holds NaN for those that do.
-void Poison(const Case& c, const std::vector<int32_t>& positions, std::vector<float>& cache) {
+void Poison(const Case& c, const Inputs& inputs, std::vector<float>& cache) {
   const AttentionProblem& p = c.problem;
   const int64_t slot_size = p.kv_heads * p.head_dim;
   constexpr float kInf = std::numeric_limits<float>::infinity();
@@ -92,8 +117,9 @@ void Poison(const Case& c, const std::vector<int32_t>& positions, std::vector<fl
   constexpr float kPoison[] = {kNan, kInf, -kInf};
   for (int64_t b = 0; b < p.batch; ++b) {
     float* sequence = cache.data() + b * p.kv_len * slot_size;
-    for (int64_t s = SeenSlots(c, positions, b); s < p.kv_len; ++s) {
-      std::fill_n(sequence + s * slot_size, slot_size, kPoison[s % 3]);
+    const std::vector<bool> is_seen = SeenBySome(c, inputs, b);
+    for (int64_t s = 0; s < p.kv_len; ++s) {
+      if (!is_seen[s]) std::fill_n(sequence + s * slot_size, slot_size, kPoison[s % 3]);
     }
     if (c.nan_slot >= 0) std::fill_n(sequence + c.nan_slot * slot_size, slot_size, kNan);
   }
@@ -179,11 +205,32 @@ Inputs MakeInputs(const Case& c, uint64_t seed) {
   inputs.q = Store(NormalValues(p.rows() * p.head_dim, bits), p.q_dtype);
   std::vector<float> k = NormalValues(cache_size, bits);
   std::vector<float> v = NormalValues(cache_size, bits);
-  Poison(c, inputs.positions, k);
-  Poison(c, inputs.positions, v);
+  inputs.starts = MakeStarts(c, bits);
+  inputs.sinks = MakeSinks(c, bits);
+  Poison(c, inputs, k);
+  Poison(c, inputs, v);
   inputs.k = Store(Stack(c, k), p.kv_dtype);
   inputs.v = Store(Stack(c, v), p.kv_dtype);
   return inputs;
+}
+
+// By the definition, on purpose not by the kernels' VisibleSlots.
+SeenSlots Seen(const Case& c, const Inputs& inputs, int64_t b, int64_t t) {
+  const AttentionProblem& p = c.problem;
+  const int64_t token = b * p.q_len + t;
+  const int64_t position = inputs.positions[token];
+  SeenSlots seen = {0, std::min(position, p.kv_len - 1) + 1};
+  if (p.has_starts) {
+    const int64_t start = inputs.starts[c.starts == Starts::kByRow ? token : b];
+    seen.first = std::max(seen.first, start);
+  }
+  if (p.sliding_window > 0) seen.first = std::max(seen.first, position - p.sliding_window + 1);
+  return seen;
+}
+
+double Sink(const Case& c, const Inputs& inputs, int64_t b, int64_t head) {
+  if (!c.problem.has_sinks) return -std::numeric_limits<double>::infinity();
+  return inputs.sinks[(c.sinks == Sinks::kBySequence ? b * c.problem.q_heads : 0) + head];
 }
 
 // By the definition, on purpose not by the kernels' CacheSequence.

@@ -24,9 +24,21 @@ struct Inputs {
   HostArray k;                     // [batch, kv_len, kv_heads, head_dim], or a stack of layers:
   HostArray v;                     // [stacks, layers, layer_batch, kv_len, kv_heads, head_dim]
   std::vector<int32_t> positions;  // [batch, q_len]
+  std::vector<int32_t> starts;     // none, [batch] or [batch, q_len]
+  std::vector<float> sinks;        // none, [q_heads] or [batch, q_heads]
 };
 
 Inputs MakeInputs(const Case& c, uint64_t seed);
+
+// The slots [first, end) that token `t` of sequence `b` sees; none where end <= first.
+struct SeenSlots {
+  int64_t first;
+  int64_t end;
+};
+SeenSlots Seen(const Case& c, const Inputs& inputs, int64_t b, int64_t t);
+
+// The logit that joins the rows of `head` in sequence `b`; -inf: none.
+double Sink(const Case& c, const Inputs& inputs, int64_t b, int64_t head);
 
 // Which sequence of k and v, counted over all that are stacked there, sequence `b` of q reads.
 int64_t StackedSequence(const Case& c, int64_t b);

@@ -4,6 +4,8 @@
 //   d out = sum_s w_s e_s (v_s - out)            scores
 //         + sum_s w_s r_s v_s                    r_s: rounding of the probability
 //         + n eps sum_s w_s |v_s| + u_out |out|  float32 sums, rounding of out
+// A sink is a score of its own, with a v of 0 and no error but exp's. A soft cap is no steeper than
+// 1, so e_s passes it no larger, and adds its own error.
 // each term taken in absolute value, so no correct kernel can exceed it but by second-order terms.
 
 #include "tests/harness/reference.h"
@@ -11,8 +13,6 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-
-#include "attention/visible.h"
 
 namespace jax_fa::harness {
 namespace {
@@ -23,6 +23,7 @@ constexpr double kFloat32Roundoff = 0x1p-24;
 constexpr double kAccumulateRoundoff = 0x1p-23;
 // exp by the hardware's 2^x (2 ulp), with an argument rounded in float32.
 constexpr double kExpError = 0x1p-21;
+constexpr double kCapError = 1e-5;                 // of the cap
 constexpr double kSmallestFloat16Error = 0x1p-25;  // half of the smallest subnormal
 constexpr double kSecondOrder = 1.1;
 
@@ -60,9 +61,10 @@ Scores ComputeScores(const AttentionProblem& p, const float* q, const float* k, 
       k_sum += std::fabs(static_cast<double>(k[d]));
     }
     magnitude *= std::fabs(scale);
-    scores.score.push_back(scale * dot);
+    const double cap = p.logits_soft_cap;
+    scores.score.push_back(cap > 0.0 ? cap * std::tanh(scale * dot / cap) : scale * dot);
     scores.error.push_back((q_roundoff + (p.head_dim + 2) * kAccumulateRoundoff) * magnitude +
-                           q_smallest * std::max(1.0, std::fabs(scale)) * k_sum);
+                           q_smallest * std::max(1.0, std::fabs(scale)) * k_sum + kCapError * cap);
   }
   return scores;
 }
@@ -74,23 +76,27 @@ RowReference ComputeRow(const Case& c, const Inputs& inputs, int64_t row, Arithm
   const int64_t head = row % p.q_heads;
   const int64_t token = row / p.q_heads;
   const int64_t kv_head = head / p.q_heads_per_kv_head();
-  const int64_t slots = VisibleSlots(inputs.positions[token], static_cast<int32_t>(p.kv_len)).hi;
+  const SeenSlots seen = Seen(c, inputs, token / p.q_len, token % p.q_len);
+  const int64_t slots = seen.end - seen.first;
+  const double sink = Sink(c, inputs, token / p.q_len, head);
   const int64_t slot_pitch = p.kv_heads * p.head_dim;
   const int64_t sequence = StackedSequence(c, token / p.q_len);
-  const int64_t cache_offset = (sequence * p.kv_len * p.kv_heads + kv_head) * p.head_dim;
+  const int64_t cache_offset =
+      ((sequence * p.kv_len + seen.first) * p.kv_heads + kv_head) * p.head_dim;
 
   RowReference reference;
   reference.out.assign(p.head_dim, 0.0);
   reference.out_bound.assign(p.head_dim, 0.0);
-  reference.lse = -kInf;
-  if (slots == 0) return reference;
+  reference.lse = sink;
+  if (slots <= 0) return reference;
 
   const Scores scores = ComputeScores(p, inputs.q.values.data() + row * p.head_dim,
                                       inputs.k.values.data() + cache_offset, slots, arithmetic);
   double max = -kInf;
   for (double score : scores.score) max = std::max(max, score);
   std::vector<double> weights(slots);
-  double sum = 0.0;
+  double sum = std::exp(sink - max);
+  const double sink_weight_unscaled = sum;
   for (int64_t s = 0; s < slots; ++s) sum += weights[s] = std::exp(scores.score[s] - max);
   for (double& weight : weights) weight /= sum;
   reference.lse = max + std::log(sum);
@@ -119,10 +125,16 @@ RowReference ComputeRow(const Case& c, const Inputs& inputs, int64_t row, Arithm
           (prob_error + sums_roundoff * weights[s]) * std::fabs(value);
     }
   }
-  reference.lse_bound += sums_roundoff + 4 * kFloat32Roundoff * std::fabs(reference.lse);
+  const double sink_weight = sink_weight_unscaled / sum;
+  const double sink_error =
+      sink_weight == 0.0 ? 0.0
+                         : kSecondOrder * sink_weight * kExpError * (2.0 + std::fabs(sink - max));
+  reference.lse_bound +=
+      sink_error + sums_roundoff + 4 * kFloat32Roundoff * std::fabs(reference.lse);
   for (int64_t d = 0; d < p.head_dim; ++d) {
-    reference.out_bound[d] +=
-        Roundoff(p.q_dtype) * std::fabs(reference.out[d]) + kSmallestFloat16Error;
+    reference.out_bound[d] += sink_error * std::fabs(reference.out[d]) +
+                              Roundoff(p.q_dtype) * std::fabs(reference.out[d]) +
+                              kSmallestFloat16Error;
   }
   return reference;
 }

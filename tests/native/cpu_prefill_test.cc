@@ -103,6 +103,22 @@ void Shuffle(Data* data, uint32_t seed) {
   }
 }
 
+// Negative, repeated, at tile edges, at and past the end of the cache.
+void SetOddPositions(Data* data) {
+  const int32_t kv_len = static_cast<int32_t>(data->problem.kv_len);
+  const int32_t odd[] = {-1,
+                         kv_len - 1,
+                         kv_len,
+                         100000,
+                         std::numeric_limits<int32_t>::max(),
+                         std::numeric_limits<int32_t>::min(),
+                         0,
+                         0,
+                         255,
+                         256};
+  for (int64_t i = 0; i < data->tokens(); ++i) data->position(i) = odd[i * 7 % 10];
+}
+
 void TestShapes(const Kernel& kernel) {
   for (const int64_t head_dim : {1, 3, 46, 64, 80, 128, 256, 300}) {
     Data data(Problem(2, 37, 41, 6, 2, head_dim));
@@ -208,17 +224,7 @@ void TestPositions(const Kernel& kernel) {
   Run(kernel, &data);
   CheckValues(data, "shuffled positions");
 
-  const int32_t odd[] = {-1,
-                         299,
-                         300,
-                         100000,
-                         std::numeric_limits<int32_t>::max(),
-                         std::numeric_limits<int32_t>::min(),
-                         0,
-                         0,
-                         255,
-                         256};
-  for (int64_t i = 0; i < data.tokens(); ++i) data.position(i) = odd[i * 7 % 10];
+  SetOddPositions(&data);
   Run(kernel, &data);
   CheckValues(data, "padding rows, repeats and positions past the cache");
 
@@ -236,6 +242,208 @@ void TestEmpty(const Kernel& kernel) {
     Data data(empty[i]);
     Run(kernel, &data);
     CheckValues(data, std::string(names[i]) + " 0");
+  }
+}
+
+// All of `from` but k and v, which are the same as long as no one writes to them.
+void CopyRows(const Data& from, Data* to) {
+  std::memcpy(to->q.data(), from.q.data(), from.q.bytes());
+  std::memcpy(to->positions.data(), from.positions.data(), from.positions.bytes());
+  to->starts = from.starts;
+  to->sinks = from.sinks;
+}
+
+std::vector<int32_t> RandomStarts(int64_t count, int64_t kv_len, uint32_t seed) {
+  std::mt19937 random(seed);
+  std::vector<int32_t> starts(count);
+  for (int32_t& start : starts) start = static_cast<int32_t>(random() % (kv_len + 10)) - 5;
+  if (count > 4) starts[2] = std::numeric_limits<int32_t>::max();
+  if (count > 4) starts[3] = std::numeric_limits<int32_t>::min();
+  return starts;
+}
+
+std::vector<float> RandomSinks(int64_t count) {
+  std::mt19937 random(17);
+  std::normal_distribution<float> normal(2.0f, 3.0f);
+  std::vector<float> sinks(count);
+  for (float& sink : sinks) sink = normal(random);
+  if (count > 2) sinks[2] = -std::numeric_limits<float>::infinity();
+  return sinks;
+}
+
+void TestWindows(const Kernel& kernel) {
+  constexpr int32_t kLargest = std::numeric_limits<int32_t>::max();
+  for (const int32_t window : {1, 2, 31, 64, 100, 256, 257, 299, 300, kLargest}) {
+    for (const int64_t head_dim : {7, 260}) {
+      if (head_dim == 260 && window != 100) continue;
+      Data data(Problem(1, 330, 320, 1, 1, head_dim));
+      data.problem.sliding_window = window;
+      const std::string what =
+          "window " + std::to_string(window) + ", head_dim " + std::to_string(head_dim);
+      Run(kernel, &data);
+      CheckValues(data, what);
+      Shuffle(&data, 19);
+      Run(kernel, &data);
+      CheckValues(data, what + ", shuffled");
+      SetOddPositions(&data);
+      Run(kernel, &data, 7);
+      CheckValues(data, what + ", odd positions");
+    }
+  }
+}
+
+void TestStarts(const Kernel& kernel) {
+  Data data(Problem(6, 40, 300, 2, 1, 30));
+  for (const int64_t count : {data.problem.batch, data.tokens()}) {
+    data.starts = RandomStarts(count, 300, 23);
+    const std::string what = count == data.tokens() ? "starts by row" : "starts by sequence";
+    Shuffle(&data, 29);
+    Run(kernel, &data);
+    CheckValues(data, what);
+    data.problem.sliding_window = 50;
+    SetOddPositions(&data);
+    Run(kernel, &data);
+    CheckValues(data, what + ", a window, odd positions");
+    data.problem.sliding_window = 0;
+  }
+}
+
+void TestCaps(const Kernel& kernel) {
+  for (const float cap : {0.5f, 5.0f, 50.0f}) {
+    for (const float scale : {0.125f, -1.0f, 0.0f, 100.0f}) {
+      Data data(Problem(1, 33, 300, 2, 1, 64));
+      data.problem.logits_soft_cap = cap;
+      data.problem.scale = scale;
+      Shuffle(&data, 31);
+      Run(kernel, &data);
+      CheckValues(data, "cap " + std::to_string(cap) + ", scale " + std::to_string(scale));
+    }
+  }
+}
+
+// A row that sees one slot gives its capped score out as its lse. The score's own relative error
+// moves tanh by no more than that.
+void TestCapError(const Kernel& kernel) {
+  constexpr int64_t kRows = 100000;
+  constexpr double kCap = 50.0;
+  Data data(Problem(1, kRows, 1, 1, 1, 1));
+  data.problem.scale = kCap;
+  data.problem.logits_soft_cap = kCap;
+  data.FillSlot(data.k, 0, 0, 1.0);
+  for (int64_t i = 0; i < kRows; ++i) {
+    // From 2^-60 on, then both sides of where the formula changes, then far out.
+    const double x = i < 60      ? std::ldexp(1.0, static_cast<int>(i) - 60)
+                     : i < 90000 ? 1.25 * i / 90000
+                                 : 1.25 + 0.003 * (i - 90000);
+    Encode(DType::kFloat32, data.q.data(), i, i % 2 ? x : -x);
+  }
+  Encode(DType::kFloat32, data.q.data(), 0, 0.0);
+  Encode(DType::kFloat32, data.q.data(), 1, kInf);
+  Encode(DType::kFloat32, data.q.data(), 2, -kInf);
+  Encode(DType::kFloat32, data.q.data(), 3, std::nan(""));
+  Run(kernel, &data);
+  double worst = 0;
+  for (int64_t i = 0; i < kRows; ++i) {
+    const double want = std::tanh(Decode(DType::kFloat32, data.q.data(), i));
+    const double got = Decode(DType::kFloat32, data.lse.data(), i) / kCap;
+    if (std::isnan(want) != std::isnan(got)) worst = kInf;
+    if (want != got && !std::isnan(want)) {
+      worst = std::max(worst, std::fabs(got - want) / std::fabs(want));
+    }
+  }
+  Check(worst <= 5e-7, "relative error of the soft cap", std::to_string(worst * 1e6) + "e-6");
+  std::printf("     it is %.2e\n", worst);
+}
+
+void TestSinks(const Kernel& kernel) {
+  Data data(Problem(3, 40, 300, 6, 2, 16));
+  for (const int64_t count : {data.problem.q_heads, 3 * data.problem.q_heads}) {
+    data.sinks = RandomSinks(count);
+    const std::string what = count == 6 ? "sinks by head" : "sinks by sequence and head";
+    Shuffle(&data, 37);
+    Run(kernel, &data);
+    CheckValues(data, what);
+    SetOddPositions(&data);
+    Run(kernel, &data);
+    CheckValues(data, what + ", empty rows");
+  }
+  for (const float sink : {-200.0f, 200.0f}) {
+    data.sinks.assign(6, sink);
+    Run(kernel, &data);
+    CheckValues(data, "sinks of " + std::to_string(sink));
+  }
+}
+
+void TestAllOptions(const Kernel& kernel) {
+  for (const DType q_dtype : {DType::kFloat32, DType::kBFloat16}) {
+    Data data(Problem(2, 150, 400, 6, 2, 24, q_dtype, DType::kBFloat16));
+    data.problem.sliding_window = 70;
+    data.problem.logits_soft_cap = 3.0f;
+    data.starts = RandomStarts(data.tokens(), 400, 41);
+    data.sinks = RandomSinks(12);
+    SetOddPositions(&data);
+    Run(kernel, &data);
+    CheckValues(data, "all options, odd positions");
+    Shuffle(&data, 43);
+    Run(kernel, &data);
+    CheckValues(data, "all options, shuffled");
+  }
+}
+
+// Options that change nothing change no bit.
+void TestIdleOptions(const Kernel& kernel) {
+  Data plain(Problem(2, 70, 300, 3, 1, 46));
+  Shuffle(&plain, 47);
+  plain.position(5) = -1;
+  Run(kernel, &plain);
+  const auto check = [&](const std::string& what, const auto& set) {
+    Data data(plain.problem);
+    CopyRows(plain, &data);
+    set(&data);
+    Run(kernel, &data);
+    Check(SameOutputs(plain, data), "same bits with " + what);
+  };
+  const float kMinusInf = -std::numeric_limits<float>::infinity();
+  check("a window of the cache's length", [](Data* d) { d->problem.sliding_window = 300; });
+  check("starts of 0", [](Data* d) { d->starts.assign(2, 0); });
+  check("starts below 0", [](Data* d) { d->starts.assign(140, -7); });
+  check("sinks of -inf", [&](Data* d) { d->sinks.assign(3, kMinusInf); });
+}
+
+// As TestPoison, of the slots below what a row sees.
+void TestPoisonBelow(const Kernel& kernel) {
+  for (const int32_t first : {1, 31, 40, 100, 256, 270}) {
+    Data data(Problem(1, 60, 400, 3, 1, 46));
+    data.problem.sliding_window = 64;
+    data.problem.logits_soft_cap = 20.0f;
+    data.starts = RandomStarts(60, 300, 53);
+    Shuffle(&data, 59);
+    data.position(7) = first + 63;
+    data.position(8) = first + 62;
+    data.starts[7] = data.starts[8] = 0;
+    Run(kernel, &data);
+    Data poisoned(data.problem);
+    CopyRows(data, &poisoned);
+    for (int32_t s = 0; s < first; ++s) {
+      poisoned.FillSlot(poisoned.k, 0, s, s % 2 ? kInf : std::nan(""));
+      poisoned.FillSlot(poisoned.v, 0, s, s % 3 ? std::nan("") : -kInf);
+    }
+    Run(kernel, &poisoned);
+    bool clean_rows_same = true;
+    int64_t clean = 0;
+    for (int64_t t = 0; t < 60; ++t) {
+      const SeenSlots seen = Seen(data, t);
+      if (seen.first < first && seen.first < seen.end) continue;
+      ++clean;
+      const int64_t row_bytes = 3 * 46 * 4;
+      clean_rows_same &=
+          std::memcmp(data.out.at(t * row_bytes), poisoned.out.at(t * row_bytes), row_bytes) == 0;
+      clean_rows_same &= std::memcmp(data.lse.at(t * 12), poisoned.lse.at(t * 12), 12) == 0;
+    }
+    const std::string what = ", slots below " + std::to_string(first) + " poisoned";
+    Check(clean_rows_same && clean > 5, "rows that see no poison keep their bits" + what);
+    Check(std::isnan(Decode(DType::kFloat32, poisoned.out.data(), 8 * 3 * 46)),
+          "a row that sees NaN is NaN" + what);
   }
 }
 
@@ -292,7 +500,7 @@ void CheckChunks(const Kernel& kernel, const Data& whole, const std::vector<int6
     same &= std::memcmp(chunk.lse.data(), lse, chunk.lse.bytes()) == 0;
     begin += count;
   }
-  std::string what = "chunks of";
+  std::string what = p.sliding_window == 0 ? "chunks of" : "all options, chunks of";
   for (const int64_t size : sizes) what += " " + std::to_string(size);
   Check(same, what + ", head_dim " + std::to_string(p.head_dim) + ", " +
                   std::to_string(p.q_heads_per_kv_head()) + " q heads per KV head");
@@ -309,6 +517,16 @@ void TestChunks(const Kernel& kernel) {
     Shuffle(&whole, 13);
     Run(kernel, &whole);
     CheckChunks(kernel, whole, {64, 9});
+    whole.problem.sliding_window = 90;
+    whole.problem.logits_soft_cap = 5.0f;
+    whole.starts = RandomStarts(530, 300, 61);
+    whole.sinks = RandomSinks(q_heads);
+    Run(kernel, &whole);
+    CheckChunks(kernel, whole, {64, 9, 1});
+    for (int64_t t = 0; t < 530; ++t) whole.position(t) = static_cast<int>(t);
+    whole.starts = {40};
+    Run(kernel, &whole);
+    CheckChunks(kernel, whole, {100, 3, 1, 77});
   }
 }
 
@@ -357,7 +575,15 @@ int main(int argc, char** argv) {
     TestScales(*kernel);
     TestPositions(*kernel);
     TestEmpty(*kernel);
+    TestWindows(*kernel);
+    TestStarts(*kernel);
+    TestCaps(*kernel);
+    TestCapError(*kernel);
+    TestSinks(*kernel);
+    TestAllOptions(*kernel);
+    TestIdleOptions(*kernel);
     TestPoison(*kernel);
+    TestPoisonBelow(*kernel);
     TestChunks(*kernel);
     TestThreads(*kernel);
   }

@@ -116,10 +116,17 @@ class Array {
   int64_t mapped_bytes_ = 0;
 };
 
+template <class T>
+int64_t Size(const std::vector<T>& values) {
+  return static_cast<int64_t>(values.size());
+}
+
 // A problem with its data: unit-normal, positions 0, 1, .. in each sequence, NaN in out and lse.
 struct Data {
   AttentionProblem problem;
   Array q, k, v, positions, out, lse;
+  std::vector<int32_t> starts;  // none, [batch] or [batch, q_len]
+  std::vector<float> sinks;     // none, [q_heads] or [batch, q_heads]
 
   explicit Data(const AttentionProblem& p, bool filled = true) : problem(p) {
     const int64_t q_count = p.rows() * p.head_dim;
@@ -148,6 +155,9 @@ struct Data {
     std::memcpy(chunk.k.data(), k.data(), k.bytes());
     std::memcpy(chunk.v.data(), v.data(), v.bytes());
     std::memcpy(chunk.positions.data(), positions.at(begin * 4), chunk.positions.bytes());
+    chunk.starts = starts;
+    if (StartsByRow()) chunk.starts = {&starts[begin], &starts[begin] + count};
+    chunk.sinks = sinks;
     return chunk;
   }
 
@@ -157,6 +167,8 @@ struct Data {
   }
   int32_t& position(int64_t token) { return static_cast<int32_t*>(positions.data())[token]; }
   int64_t tokens() const { return problem.batch * problem.q_len; }
+  bool StartsByRow() const { return Size(starts) > problem.batch; }
+  bool SinksBySequence() const { return Size(sinks) > problem.q_heads; }
 
   // Writes `value` to all elements of slot `slot` of k or v.
   void FillSlot(Array& cache, int64_t b, int64_t slot, double value) {
@@ -173,11 +185,34 @@ struct Data {
     params.k = k.data();
     params.v = v.data();
     params.positions = static_cast<const int32_t*>(positions.data());
+    params.has_starts = !starts.empty();
+    params.starts = starts.empty() ? nullptr : starts.data();
+    params.starts_by_row = StartsByRow();
+    params.has_sinks = !sinks.empty();
+    params.sinks = sinks.empty() ? nullptr : sinks.data();
+    params.sinks_by_sequence = SinksBySequence();
     params.out = out.data();
     params.lse = static_cast<float*>(lse.data());
     return params;
   }
 };
+
+// The slots [first, end) that a token sees (contract C1), here a second time and in other words
+// than the kernels'.
+struct SeenSlots {
+  int64_t first;
+  int64_t end;
+};
+
+inline SeenSlots Seen(const Data& data, int64_t token) {
+  const AttentionProblem& p = data.problem;
+  const int64_t position = static_cast<const int32_t*>(data.positions.data())[token];
+  const int64_t start =
+      data.starts.empty() ? 0 : data.starts[data.StartsByRow() ? token : token / p.q_len];
+  const int64_t window_start = p.sliding_window == 0 ? 0 : position - p.sliding_window + 1;
+  const int64_t end = std::min(position, p.kv_len - 1) + 1;
+  return {std::max({int64_t{0}, start, window_start}), std::max<int64_t>(end, 0)};
+}
 
 struct RowReference {
   std::vector<double> out;
@@ -186,25 +221,30 @@ struct RowReference {
   double lse_bound = 0;
 };
 
-// The definition (contract C1, C2) for row `row` of [batch, q_len, q_heads], and bounds on the
-// error of any float32 computation of it: a sum of n terms is off by at most n eps times the sum of
-// their magnitudes, and an error e of the scores changes the probabilities by a factor within
-// exp(+-2e).
+// The definition (contract C1, C2; then cap, then sink) for row `row` of [batch, q_len, q_heads],
+// and bounds on the error of any float32 computation of it: a sum of n terms is off by at most n
+// eps times the sum of their magnitudes, and an error e of the scores changes the probabilities by
+// a factor within exp(+-2e). A soft cap adds at most 1e-5 of itself, and widens no error before it.
 inline RowReference Reference(const Data& data, int64_t row) {
   const AttentionProblem& p = data.problem;
   const int64_t token = row / p.q_heads;
   const int64_t b = token / p.q_len;
-  const int64_t kv_head = row % p.q_heads / p.q_heads_per_kv_head();
-  const int32_t position = static_cast<const int32_t*>(data.positions.data())[token];
-  const int64_t visible = position < 0 ? 0 : std::min<int64_t>(position, p.kv_len - 1) + 1;
+  const int64_t head = row % p.q_heads;
+  const int64_t kv_head = head / p.q_heads_per_kv_head();
+  const SeenSlots seen = Seen(data, token);
+  const int64_t visible = seen.end - seen.first;
   const auto at = [&](const Array& cache, int64_t slot, int64_t d) {
     return Decode(p.kv_dtype, cache.data(),
-                  ((b * p.kv_len + slot) * p.kv_heads + kv_head) * p.head_dim + d);
+                  ((b * p.kv_len + seen.first + slot) * p.kv_heads + kv_head) * p.head_dim + d);
   };
+  const double cap = p.logits_soft_cap;
+  const double sink =
+      data.sinks.empty() ? -kInf : data.sinks[(data.SinksBySequence() ? b * p.q_heads : 0) + head];
 
   RowReference reference;
   reference.out.assign(p.head_dim, 0.0);
-  if (visible == 0) return reference;
+  reference.lse = sink;
+  if (visible <= 0) return reference;
   constexpr double kEps = 6e-8;
   std::vector<double> scores(visible);
   double max = -kInf, score_error = 0, largest_v = 0, sum = 0;
@@ -215,9 +255,14 @@ inline RowReference Reference(const Data& data, int64_t row) {
       scores[s] += p.scale * term;
       magnitude += std::fabs(p.scale * term);
     }
+    if (cap > 0) scores[s] = cap * std::tanh(scores[s] / cap);
     max = std::max(max, scores[s]);
-    score_error = std::max(score_error, (p.head_dim + 8) * kEps * magnitude);
+    score_error = std::max(score_error, (p.head_dim + 8) * kEps * magnitude + 1e-5 * cap);
   }
+  // The sink's own error is its rounding to log2 units, and that of the maximum it is measured
+  // from.
+  sum = std::exp(sink - max);
+  if (sum > 0) score_error += 8 * kEps * (std::fabs(sink) + std::fabs(max));
   for (int64_t s = 0; s < visible; ++s) {
     const double prob = std::exp(scores[s] - max);
     sum += prob;
