@@ -9,7 +9,6 @@ from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jax_fa import checks, stacks
 
@@ -61,13 +60,13 @@ def prefill_attention(
     call = checks.check_call(
         q, k, v, positions, layer=layer, scale=scale, chunk_invariant=chunk_invariant
     )
-    k, v = call.k, call.v
-    if call.layer is not None:
-        k, v = (stacks.layer_of(x, call.layer) for x in (k, v))
+    q, k, v, positions, layer = call.operands
+    if layer is not None:
+        k, v = (stacks.layer_of(x, layer) for x in (k, v))
     # Not vmap: it would turn the choice in _weighted_values into computing both sides.
     out, lse = jax.lax.map(
-        lambda sequence: _attend(*sequence, scale=call.scale),
-        (call.q, k, v, call.positions),
+        lambda sequence: _attend(*sequence, scale=call.options.scale),
+        (q, k, v, positions),
     )
     if call.unbatched:
         out, lse = out[0], lse[0]
@@ -75,7 +74,7 @@ def prefill_attention(
 
 
 def _attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, *, scale: np.float32
+    q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, *, scale: float
 ) -> tuple[jax.Array, jax.Array]:
     """One sequence: q [T, Hq, D], k, v [S, Hk, D], positions [T] -> out [T, Hq, D], lse [T, Hq]."""
     tokens, q_heads, head_dim = q.shape
