@@ -186,7 +186,7 @@ def _axes_of(x: Any, mesh: jax.sharding.Mesh) -> tuple[Axes, ...]:
 
 def over_explicit_axes(call: Call, signature: Signature, operands: Operands) -> Sequence[jax.Array]:
     """``call``, each device on its shards, where the arrays' types say how they are split."""
-    kinds = [jax.typeof(x).sharding for x in jax.tree.leaves(operands)]
+    kinds = [jax.typeof(x).sharding for x in (operands.q, operands.k)]
     mesh = kinds[0].mesh
     if AxisType.Explicit not in mesh.axis_types:
         return call(operands)
@@ -195,7 +195,7 @@ def over_explicit_axes(call: Call, signature: Signature, operands: Operands) -> 
         return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
     told = [[axes(entry) for entry in kind.spec] for kind in kinds]
-    wishes = _wishes(jax.tree.leaves(signature.operands), told)
+    wishes = _wishes([signature.operands.q, signature.operands.k], told)
     split = plan(signature.layout, mesh.shape, wishes)
     specs = jax.tree.map(split.spec, signature.operands)
     moved = jax.tree.map(lambda x, s: jax.reshard(x, NamedSharding(mesh, s)), operands, specs)

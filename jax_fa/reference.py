@@ -5,12 +5,20 @@ Every kernel is tested against this. It materialises the [T, S] scores: use it t
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 
 from jax_fa import checks, stacks
+
+
+class CallOptions(TypedDict, total=False):
+    """What :func:`jax_fa.prefill_attention` takes by name, but for what tells how to compute it."""
+
+    layer: Any
+    scale: float | None
+    chunk_invariant: bool
 
 
 @overload
@@ -20,10 +28,8 @@ def prefill_attention(
     v: Any,
     positions: Any,
     *,
-    layer: Any = None,
-    scale: float | None = None,
     return_lse: Literal[False] = False,
-    chunk_invariant: bool = True,
+    **options: Unpack[CallOptions],
 ) -> jax.Array: ...
 
 
@@ -34,10 +40,8 @@ def prefill_attention(
     v: Any,
     positions: Any,
     *,
-    layer: Any = None,
-    scale: float | None = None,
     return_lse: Literal[True],
-    chunk_invariant: bool = True,
+    **options: Unpack[CallOptions],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -47,19 +51,15 @@ def prefill_attention(
     v: Any,
     positions: Any,
     *,
-    layer: Any = None,
-    scale: float | None = None,
     return_lse: bool = False,
-    chunk_invariant: bool = True,
+    **options: Unpack[CallOptions],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """:func:`jax_fa.prefill_attention` by its definition; the same arguments, results and errors.
 
     scores = scale * q·k, masked by position, softmax, times V; K and V as they are stored, all in
     float32, the result rounded once to q's dtype. ``chunk_invariant`` changes nothing here.
     """
-    call = checks.check_call(
-        q, k, v, positions, layer=layer, scale=scale, chunk_invariant=chunk_invariant
-    )
+    call = checks.check_call(q, k, v, positions, **options)
     q, k, v, positions, layer = call.operands
     if layer is not None:
         k, v = (stacks.layer_of(x, layer) for x in (k, v))
