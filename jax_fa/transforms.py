@@ -95,29 +95,31 @@ def _mappable_call(config: Config) -> Callable[[Operands], list[jax.Array]]:
     @call.def_vmap
     def rule(size: int, told: list[Operands], operands: Operands) -> tuple[Any, list[bool]]:
         mapped = told[0]
-        if operands.layer is not None and not _folds(config, mapped, operands):
-            mapped, operands = _choose_layer(config, mapped, operands)
+        folded: Callable[[Operands], list[jax.Array]] = call
         # All elements read one cache: into the tokens, so that k and v need not be repeated.
         names = (name for name, is_mapped in mapped._asdict().items() if is_mapped)
         axis: Foldable = "T" if all(may_have(name, "T") for name in names) else "B"
+        if axis == "B" and operands.layer is not None:
+            if _joins_in_place(config, mapped, operands):
+                folded = _mappable_call(replace(config, layer_axis=1))
+            else:
+                mapped, operands = _choose_layer(config, mapped, operands)
         of_forms = forms(operands, config.layer_axis, mapped)
-        behind_batch = axis == "B" and operands.layer is not None
-        folded = _mappable_call(replace(config, layer_axis=1)) if behind_batch else call
         results = _fold_into(axis, folded, size, of_forms, mapped, operands)
         return results, [True] * len(results)
 
     return call
 
 
-def _folds(config: Config, mapped: Operands, operands: Operands) -> bool:
-    """Whether a mapped axis joins another without moving the stacks of layers.
+def _joins_in_place(config: Config, mapped: Operands, operands: Operands) -> bool:
+    """Whether a mapped axis joins the batch without moving or repeating the stacks of layers.
 
     Mapped stacks are [V, B, L, ...] already, or [V, L, B, ...], where B must be 1. For one of them
     alone, all layers of the other would be repeated.
     """
-    if mapped.layer or mapped.k != mapped.v:
+    if mapped.layer or not (mapped.k and mapped.v):
         return False
-    return not mapped.k or config.layer_axis == 1 or operands.q.shape[-4] == 1
+    return config.layer_axis == 1 or operands.q.shape[-4] == 1
 
 
 def _choose_layer(
