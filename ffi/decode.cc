@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -129,7 +130,8 @@ std::vector<std::string_view> Words(std::string_view text) {
 
 // Gives the buffers their names.
 ffi::ErrorOr<CallBuffers> NameBuffers(const CallFrame& frame, std::string_view optional_operands) {
-  const auto& [operands, results, attributes] = frame;
+  const ffi::RemainingArgs& operands = frame.operands;
+  const ffi::RemainingRets& results = frame.results;
   const std::vector<std::string_view> names = Words(optional_operands);
   if (operands.size() != kRequiredOperands + names.size()) {
     return ffi::Unexpected(Invalid("the call has ", operands.size(),

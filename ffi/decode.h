@@ -4,7 +4,6 @@
 #ifndef JAX_FA_FFI_DECODE_H_
 #define JAX_FA_FFI_DECODE_H_
 
-#include <optional>
 #include <string>
 #include <string_view>
 
