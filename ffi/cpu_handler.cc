@@ -7,7 +7,6 @@
 #include <memory>
 #include <mutex>
 #include <new>
-#include <optional>
 #include <string>
 
 #include "cpu/prefill.h"
@@ -61,12 +60,11 @@ cpu::ParallelFor OnPool(ffi::ThreadPool pool, int num_threads) {
   };
 }
 
-ffi::Error Serve(const CallBuffers& buffers, CallAttributes attributes, ffi::ThreadPool pool) {
-  AttentionParams params;
-  if (ffi::Error error = Decode(buffers, attributes, &params); error.failure()) return error;
-  const std::string wanted(attributes.implementation);
-  if (!wanted.empty() && wanted != "cpu") {
-    return ffi::Error::InvalidArgument("jax_fa.prefill_attention: implementation='" + wanted +
+ffi::Error Serve(const Call& call, ffi::ThreadPool pool) {
+  const auto& [params, implementation] = call;
+  if (!implementation.empty() && implementation != "cpu") {
+    return ffi::Error::InvalidArgument("jax_fa.prefill_attention: implementation='" +
+                                       implementation +
                                        "' is not a CPU kernel, and the call is placed on a CPU; "
                                        "use implementation=None or 'cpu'.");
   }
@@ -85,25 +83,19 @@ ffi::Error Serve(const CallBuffers& buffers, CallAttributes attributes, ffi::Thr
   return ffi::Error::Success();
 }
 
-ffi::Error Run(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer positions,
-               ffi::Result<ffi::AnyBuffer> out, std::optional<ffi::Result<ffi::AnyBuffer>> lse,
-               CallAttributes attributes, ffi::ThreadPool pool) {
-  return Serve({q, k, v, positions, std::nullopt, *out, IfWanted(lse)}, attributes, pool);
-}
-
-ffi::Error RunStacked(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
-                      ffi::AnyBuffer positions, ffi::AnyBuffer layer,
-                      ffi::Result<ffi::AnyBuffer> out,
-                      std::optional<ffi::Result<ffi::AnyBuffer>> lse, CallAttributes attributes,
-                      ffi::ThreadPool pool) {
-  return Serve({q, k, v, positions, layer, *out, IfWanted(lse)}, attributes, pool);
+template <const char* kDefaultOperands>
+ffi::Error Run(ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Dictionary attributes,
+               ffi::ThreadPool pool) {
+  Call call;
+  ffi::Error error = Decode({operands, results, attributes}, kDefaultOperands, &call);
+  return error.failure() ? error : Serve(call, pool);
 }
 
 }  // namespace
 }  // namespace jax_fa
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFaPrefillAttentionCpu, jax_fa::Run,
-                              jax_fa::BindOperands().Ctx<xla::ffi::ThreadPool>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFaPrefillAttentionCpu, jax_fa::Run<jax_fa::kNoOperands>,
+                              jax_fa::BindCall().Ctx<xla::ffi::ThreadPool>());
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFaStackedPrefillAttentionCpu, jax_fa::RunStacked,
-                              jax_fa::BindStackedOperands().Ctx<xla::ffi::ThreadPool>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFaStackedPrefillAttentionCpu, jax_fa::Run<jax_fa::kLayerOperand>,
+                              jax_fa::BindCall().Ctx<xla::ffi::ThreadPool>());

@@ -4,7 +4,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <optional>
 #include <string>
 
 #include "cuda/kernels.h"
@@ -54,14 +53,13 @@ ffi::ErrorOr<const cuda::Kernel*> Choose(const AttentionParams& params, const st
   return kernel;
 }
 
-ffi::Error Serve(const CallBuffers& buffers, CallAttributes attributes, cudaStream_t stream) {
-  AttentionParams params;
-  if (ffi::Error error = Decode(buffers, attributes, &params); error.failure()) return error;
+ffi::Error Serve(const Call& call, cudaStream_t stream) {
+  const auto& [params, implementation] = call;
   cuda::ComputeCapability cc = 0;
   if (cudaError_t error = cuda::CurrentComputeCapability(&cc); error != cudaSuccess) {
     return CudaError("reading the device's compute capability", error);
   }
-  auto kernel = Choose(params, std::string(attributes.implementation), cc);
+  auto kernel = Choose(params, implementation, cc);
   if (kernel.has_error()) return kernel.error();
   if (IsEmpty(params)) return ffi::Error::Success();
   if (cudaError_t error = kernel.value()->launch(params, stream); error != cudaSuccess) {
@@ -70,28 +68,21 @@ ffi::Error Serve(const CallBuffers& buffers, CallAttributes attributes, cudaStre
   return ffi::Error::Success();
 }
 
-ffi::Error Run(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer positions,
-               ffi::Result<ffi::AnyBuffer> out, std::optional<ffi::Result<ffi::AnyBuffer>> lse,
-               CallAttributes attributes, cudaStream_t stream) {
-  return Serve({q, k, v, positions, std::nullopt, *out, IfWanted(lse)}, attributes, stream);
-}
-
-ffi::Error RunStacked(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
-                      ffi::AnyBuffer positions, ffi::AnyBuffer layer,
-                      ffi::Result<ffi::AnyBuffer> out,
-                      std::optional<ffi::Result<ffi::AnyBuffer>> lse, CallAttributes attributes,
-                      cudaStream_t stream) {
-  return Serve({q, k, v, positions, layer, *out, IfWanted(lse)}, attributes, stream);
+template <const char* kDefaultOperands>
+ffi::Error Run(ffi::RemainingArgs operands, ffi::RemainingRets results, ffi::Dictionary attributes,
+               cudaStream_t stream) {
+  Call call;
+  ffi::Error error = Decode({operands, results, attributes}, kDefaultOperands, &call);
+  return error.failure() ? error : Serve(call, stream);
 }
 
 }  // namespace
 }  // namespace jax_fa
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFaPrefillAttentionCuda, jax_fa::Run,
-                              jax_fa::BindOperands().Ctx<xla::ffi::PlatformStream<cudaStream_t>>(),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFaPrefillAttentionCuda, jax_fa::Run<jax_fa::kNoOperands>,
+                              jax_fa::BindCall().Ctx<xla::ffi::PlatformStream<cudaStream_t>>(),
                               {xla::ffi::Traits::kCmdBufferCompatible});
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    JaxFaStackedPrefillAttentionCuda, jax_fa::RunStacked,
-    jax_fa::BindStackedOperands().Ctx<xla::ffi::PlatformStream<cudaStream_t>>(),
-    {xla::ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxFaStackedPrefillAttentionCuda, jax_fa::Run<jax_fa::kLayerOperand>,
+                              jax_fa::BindCall().Ctx<xla::ffi::PlatformStream<cudaStream_t>>(),
+                              {xla::ffi::Traits::kCmdBufferCompatible});

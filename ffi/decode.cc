@@ -2,9 +2,12 @@
 
 #include "ffi/decode.h"
 
+#include <algorithm>
 #include <cmath>
+#include <optional>
 #include <sstream>
 #include <string>
+#include <vector>
 
 namespace jax_fa {
 namespace {
@@ -12,6 +15,28 @@ namespace {
 namespace ffi = ::xla::ffi;
 
 using Dims = ffi::AnyBuffer::Dimensions;
+
+// Axes before [q_len, heads, head_dim] are batch axes, any number of them, equal in all operands;
+// they are collapsed into AttentionParams::batch.
+struct CallBuffers {
+  ffi::AnyBuffer q;                                  // [batch..., q_len, q_heads, head_dim]
+  ffi::AnyBuffer k;                                  // [batch..., kv_len, kv_heads, head_dim]
+  ffi::AnyBuffer v;                                  // [batch..., kv_len, kv_heads, head_dim]
+  ffi::AnyBuffer positions;                          // [batch..., q_len] int32
+  ffi::AnyBuffer out;                                // like q
+  std::optional<ffi::AnyBuffer> lse = std::nullopt;  // [batch..., q_len, q_heads] float32
+  // int32, one element. k and v then have exactly the axes
+  // [stacks, layers, layer_batch, kv_len, kv_heads, head_dim], and batch is stacks * layer_batch.
+  std::optional<ffi::AnyBuffer> layer = std::nullopt;
+
+  // Where the optional operand of this name goes; null: there is none of this name.
+  std::optional<ffi::AnyBuffer>* Find(std::string_view name) {
+    if (name == "layer") return &layer;
+    return nullptr;
+  }
+};
+
+constexpr size_t kRequiredOperands = 4;
 
 std::string ToString(Dims dims) {
   std::ostringstream os;
@@ -56,6 +81,81 @@ std::optional<DType> ToDType(ffi::DataType type) {
     default:
       return std::nullopt;
   }
+}
+
+// Attributes by name: one that the call lacks keeps its default, one that nothing reads is refused.
+class AttributeReader {
+ public:
+  explicit AttributeReader(ffi::Dictionary given) : given_(given) {}
+
+  template <typename T>
+  void Read(std::string_view name, T* value) {
+    known_.push_back(name);
+    if (!given_.contains(name)) return;
+    const ffi::ErrorOr<T> found = given_.get<T>(name);
+    if (found.has_value()) {
+      *value = found.value();
+    } else if (error_.success()) {
+      error_ = Invalid("the attribute ", name, ": ", found.error().message());
+    }
+  }
+
+  // The first error; to be asked when all that is known has been read.
+  ffi::Error Finish() {
+    for (const std::string_view name : given_) {
+      if (std::find(known_.begin(), known_.end(), name) != known_.end()) continue;
+      std::ostringstream known;
+      for (const std::string_view other : known_) known << " " << other;
+      return Invalid("the attribute ", name, " is unknown; this version knows", known.str(),
+                     " (a program that a later version exported needs that version).");
+    }
+    return error_;
+  }
+
+ private:
+  ffi::Dictionary given_;
+  std::vector<std::string_view> known_;
+  ffi::Error error_ = ffi::Error::Success();
+};
+
+std::vector<std::string_view> Words(std::string_view text) {
+  std::vector<std::string_view> words;
+  while (!text.empty()) {
+    const size_t end = std::min(text.find(' '), text.size());
+    words.push_back(text.substr(0, end));
+    text.remove_prefix(std::min(end + 1, text.size()));
+  }
+  return words;
+}
+
+// Gives the buffers their names.
+ffi::ErrorOr<CallBuffers> NameBuffers(const CallFrame& frame, std::string_view optional_operands) {
+  const ffi::RemainingArgs& operands = frame.operands;
+  const ffi::RemainingRets& results = frame.results;
+  const std::vector<std::string_view> names = Words(optional_operands);
+  if (operands.size() != kRequiredOperands + names.size()) {
+    return ffi::Unexpected(Invalid("the call has ", operands.size(),
+                                   " operands; it must have q, k, v, positions and what operands='",
+                                   optional_operands, "' names."));
+  }
+  if (results.size() != 1 && results.size() != 2) {
+    return ffi::Unexpected(Invalid("the call has ", results.size(),
+                                   " results; they are out, and lse where it is wanted."));
+  }
+  // All that XLA passes are buffers, so within these sizes there is a value.
+  const auto operand = [&](size_t i) { return operands.get<ffi::AnyBuffer>(i).value(); };
+  const auto result = [&](size_t i) { return *results.get<ffi::AnyBuffer>(i).value(); };
+  CallBuffers buffers{operand(0), operand(1), operand(2), operand(3), result(0)};
+  if (results.size() == 2) buffers.lse = result(1);
+  for (size_t i = 0; i < names.size(); ++i) {
+    std::optional<ffi::AnyBuffer>* named = buffers.Find(names[i]);
+    if (named == nullptr || named->has_value()) {
+      return ffi::Unexpected(Invalid("operands='", optional_operands, "' names '", names[i],
+                                     named ? "' twice." : "', which this version does not know."));
+    }
+    *named = operand(kRequiredOperands + i);
+  }
+  return buffers;
 }
 
 ffi::Error CheckDTypes(const CallBuffers& b, AttentionParams* params) {
@@ -158,23 +258,38 @@ ffi::Error CheckShapes(const CallBuffers& b, AttentionParams* params) {
 
 bool IsEmpty(const AttentionProblem& problem) { return problem.rows() == 0; }
 
-ffi::Error Decode(const CallBuffers& buffers, const CallAttributes& attributes,
-                  AttentionParams* params) {
-  if (ffi::Error error = CheckDTypes(buffers, params); error.failure()) return error;
-  if (ffi::Error error = CheckShapes(buffers, params); error.failure()) return error;
-  if (!std::isfinite(attributes.scale)) {
-    return Invalid("scale is ", attributes.scale, "; it must be finite.");
+ffi::Error Decode(const CallFrame& frame, std::string_view default_operands, Call* call) {
+  AttentionParams& params = call->params;
+  std::string_view operands = default_operands, implementation;
+  AttributeReader attributes(frame.attributes);
+  attributes.Read("operands", &operands);
+  attributes.Read("implementation", &implementation);
+  attributes.Read("scale", &params.scale);
+  attributes.Read("chunk_invariant", &params.chunk_invariant);
+  if (ffi::Error error = attributes.Finish(); error.failure()) return error;
+  call->implementation = implementation;
+
+  const ffi::ErrorOr<CallBuffers> named = NameBuffers(frame, operands);
+  if (named.has_error()) return named.error();
+  const CallBuffers& buffers = named.value();
+  if (ffi::Error error = CheckDTypes(buffers, &params); error.failure()) return error;
+  if (ffi::Error error = CheckShapes(buffers, &params); error.failure()) return error;
+  if (!frame.attributes.contains("scale")) {
+    params.scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(params.head_dim)));
   }
-  params->scale = attributes.scale;
-  params->chunk_invariant = attributes.chunk_invariant;
-  params->q = buffers.q.untyped_data();
-  params->k = buffers.k.untyped_data();
-  params->v = buffers.v.untyped_data();
-  params->positions = static_cast<const int32_t*>(buffers.positions.untyped_data());
-  params->layer =
-      buffers.layer ? static_cast<const int32_t*>(buffers.layer->untyped_data()) : nullptr;
-  params->out = buffers.out.untyped_data();
-  params->lse = buffers.lse ? static_cast<float*>(buffers.lse->untyped_data()) : nullptr;
+  if (!std::isfinite(params.scale)) {
+    return Invalid("scale is ", params.scale, "; it must be finite.");
+  }
+  const auto data = [](const std::optional<ffi::AnyBuffer>& buffer) {
+    return buffer ? buffer->untyped_data() : nullptr;
+  };
+  params.q = buffers.q.untyped_data();
+  params.k = buffers.k.untyped_data();
+  params.v = buffers.v.untyped_data();
+  params.positions = static_cast<const int32_t*>(buffers.positions.untyped_data());
+  params.layer = static_cast<const int32_t*>(data(buffers.layer));
+  params.out = buffers.out.untyped_data();
+  params.lse = static_cast<float*>(data(buffers.lse));
   return ffi::Error::Success();
 }
 

@@ -4,7 +4,7 @@
 #ifndef JAX_FA_FFI_DECODE_H_
 #define JAX_FA_FFI_DECODE_H_
 
-#include <optional>
+#include <string>
 #include <string_view>
 
 #include "attention/problem.h"
@@ -12,70 +12,40 @@
 
 namespace jax_fa {
 
-// The attributes of the custom call; jax_fa/transforms.py writes them, with these names and types.
-struct CallAttributes {
-  float scale;                      // finite
-  bool chunk_invariant;             // contract C5
-  std::string_view implementation;  // a kernel's name; empty: the best one that serves
+// The optional operands of a call without the attribute `operands`: of the current target none. A
+// stacked call of version 1 had a target of its own instead, and a layer as its fifth operand.
+inline constexpr char kNoOperands[] = "";
+inline constexpr char kLayerOperand[] = "layer";
+
+// A call as it arrives: operands and results by place, attributes by name.
+//
+// Operands: q, k, v, positions, then the optional ones that the attribute `operands` names, in its
+// order. Results: out, and lse where it is wanted. Their shapes are in decode.cc. Attributes, each
+// with the default of jax_fa.prefill_attention:
+//   operands         string: names of optional operands, a space between them; "layer" is one
+//   implementation   string: a kernel's name; empty: the best one that serves
+//   scale            float32, finite
+//   chunk_invariant  bool: contract C5
+struct CallFrame {
+  xla::ffi::RemainingArgs operands;
+  xla::ffi::RemainingRets results;
+  xla::ffi::Dictionary attributes;
 };
 
-// The operands and results of a custom call. Axes before [q_len, heads, head_dim] are batch axes,
-// any number of them, equal in all operands; they are collapsed into AttentionParams::batch.
-struct CallBuffers {
-  xla::ffi::AnyBuffer q;          // [batch..., q_len, q_heads, head_dim]
-  xla::ffi::AnyBuffer k;          // [batch..., kv_len, kv_heads, head_dim]
-  xla::ffi::AnyBuffer v;          // [batch..., kv_len, kv_heads, head_dim]
-  xla::ffi::AnyBuffer positions;  // [batch..., q_len] int32
-  // Of the call with stacked caches alone: int32, one element. k and v then have exactly the axes
-  // [stacks, layers, layer_batch, kv_len, kv_heads, head_dim], and batch is stacks * layer_batch.
-  std::optional<xla::ffi::AnyBuffer> layer;
-  xla::ffi::AnyBuffer out;                 // like q
-  std::optional<xla::ffi::AnyBuffer> lse;  // [batch..., q_len, q_heads] float32
+struct Call {
+  AttentionParams params;
+  std::string implementation;
 };
 
-// Fills `params`, or says which rule is broken by which values.
-xla::ffi::Error Decode(const CallBuffers& buffers, const CallAttributes& attributes,
-                       AttentionParams* params);
+// Fills `call`, or says which rule is broken by which values.
+xla::ffi::Error Decode(const CallFrame& frame, std::string_view default_operands, Call* call);
 
 // True when there is nothing to compute: an output without elements.
 bool IsEmpty(const AttentionProblem& problem);
 
-// The bindings that the platforms' handlers share, less the platform's context argument.
-inline auto BindOperands() {
-  return xla::ffi::Ffi::Bind()
-      .Arg<xla::ffi::AnyBuffer>()          // q
-      .Arg<xla::ffi::AnyBuffer>()          // k
-      .Arg<xla::ffi::AnyBuffer>()          // v
-      .Arg<xla::ffi::AnyBuffer>()          // positions
-      .Ret<xla::ffi::AnyBuffer>()          // out
-      .OptionalRet<xla::ffi::AnyBuffer>()  // lse
-      .Attrs<CallAttributes>();
-}
-
-inline auto BindStackedOperands() {
-  return xla::ffi::Ffi::Bind()
-      .Arg<xla::ffi::AnyBuffer>()          // q
-      .Arg<xla::ffi::AnyBuffer>()          // k
-      .Arg<xla::ffi::AnyBuffer>()          // v
-      .Arg<xla::ffi::AnyBuffer>()          // positions
-      .Arg<xla::ffi::AnyBuffer>()          // layer
-      .Ret<xla::ffi::AnyBuffer>()          // out
-      .OptionalRet<xla::ffi::AnyBuffer>()  // lse
-      .Attrs<CallAttributes>();
-}
-
-// lse as CallBuffers holds it.
-inline std::optional<xla::ffi::AnyBuffer> IfWanted(
-    std::optional<xla::ffi::Result<xla::ffi::AnyBuffer>> result) {
-  if (!result.has_value()) return std::nullopt;
-  return **result;
-}
+// The binding that the platforms' handlers share, less the platform's context argument.
+inline auto BindCall() { return xla::ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs(); }
 
 }  // namespace jax_fa
-
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(jax_fa::CallAttributes,
-                                      ::xla::ffi::StructMember<float>("scale"),
-                                      ::xla::ffi::StructMember<bool>("chunk_invariant"),
-                                      ::xla::ffi::StructMember<std::string_view>("implementation"));
 
 #endif  // JAX_FA_FFI_DECODE_H_

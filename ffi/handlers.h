@@ -1,5 +1,5 @@
-// The FFI handlers, two a platform (the second for stacked caches), as XLA's C ABI sees them.
-// ffi/module.cc hands them to Python.
+// The FFI handlers as XLA's C ABI sees them: one a platform, and the same again for stacked calls
+// of version 1, which did not name their operands. ffi/module.cc hands them to Python.
 
 #ifndef JAX_FA_FFI_HANDLERS_H_
 #define JAX_FA_FFI_HANDLERS_H_

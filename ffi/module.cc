@@ -22,13 +22,14 @@ nb::capsule Handler(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) {
   return nb::capsule(reinterpret_cast<void*>(handler));
 }
 
-// Platform to (handler, handler of stacked caches).
+// Platform to the handlers of the targets that jax_fa/native.py lists: the current one, which is
+// version 1's too, and version 1's for stacked calls.
 nb::dict Registrations() {
   nb::dict handlers;
-  handlers["cpu"] =
-      nb::make_tuple(Handler(JaxFaPrefillAttentionCpu), Handler(JaxFaStackedPrefillAttentionCpu));
-  handlers["CUDA"] =
-      nb::make_tuple(Handler(JaxFaPrefillAttentionCuda), Handler(JaxFaStackedPrefillAttentionCuda));
+  const nb::capsule cpu = Handler(JaxFaPrefillAttentionCpu);
+  const nb::capsule cuda = Handler(JaxFaPrefillAttentionCuda);
+  handlers["cpu"] = nb::make_tuple(cpu, cpu, Handler(JaxFaStackedPrefillAttentionCpu));
+  handlers["CUDA"] = nb::make_tuple(cuda, cuda, Handler(JaxFaStackedPrefillAttentionCuda));
   return handlers;
 }
 

@@ -8,6 +8,7 @@ from typing import Any, Literal, overload
 import jax
 
 from jax_fa import checks, dispatch, transforms
+from jax_fa.operands import Operands
 
 
 @overload
@@ -98,13 +99,8 @@ def prefill_attention(
     wanted = dispatch.check_implementation(implementation)
     if wanted:
         dispatch.check_can_serve(call, wanted, (q, k, v, positions, layer))
-    config = transforms.Config(
-        scale=float(call.scale),
-        chunk_invariant=call.chunk_invariant,
-        implementation=wanted,
-        return_lse=return_lse,
-    )
-    results = _attend(config, *call.operands)
+    config = transforms.Config(call.options, implementation=wanted, return_lse=return_lse)
+    results = _attend(config, call.operands)
     if call.unbatched:
         results = [result[0] for result in results]
     return (results[0], results[1]) if return_lse else results[0]
@@ -112,5 +108,5 @@ def prefill_attention(
 
 # Compiled as a whole also where the caller does not use jit. Its name shows in profiles.
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def _attend(config: transforms.Config, *operands: jax.Array) -> list[jax.Array]:
-    return transforms.attend(config, *operands)
+def _attend(config: transforms.Config, operands: Operands) -> list[jax.Array]:
+    return transforms.attend(config, operands)

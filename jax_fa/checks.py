@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_fa import native
+from jax_fa.operands import Operands, Options
 
 CACHE_DTYPES = (jnp.dtype(jnp.float16), jnp.dtype(jnp.bfloat16))
 QUERY_DTYPES = (jnp.dtype(jnp.float32), *CACHE_DTYPES)
@@ -30,20 +31,9 @@ class Call:
     ``unbatched`` tells that the caller's arrays had no batch axis, so results should have none.
     """
 
-    q: jax.Array  # [B, T, Hq, D]
-    k: jax.Array  # [B, S, Hk, D], or [L, B, S, Hk, D] with a layer
-    v: jax.Array  # like k
-    positions: jax.Array  # [B, T] int32
-    layer: jax.Array | None  # [] int32
-    scale: np.float32
-    chunk_invariant: bool
+    operands: Operands
+    options: Options
     unbatched: bool
-
-    @property
-    def operands(self) -> tuple[jax.Array, ...]:
-        """q, k, v and positions, and the layer if there is one."""
-        operands = (self.q, self.k, self.v, self.positions)
-        return operands if self.layer is None else (*operands, self.layer)
 
 
 def as_array(name: str, value: Any) -> jax.Array:
@@ -235,10 +225,10 @@ def check_positions_shape(positions: jax.Array, tokens: jax.Array, name: str = "
         )
 
 
-def as_scale(scale: Any, head_dim: int) -> np.float32:
-    """The factor on q.k as float32; None means 1 / sqrt(head_dim)."""
+def as_scale(scale: Any, head_dim: int) -> float:
+    """The factor on q.k, rounded to float32; None means 1 / sqrt(head_dim)."""
     if scale is None:
-        return np.float32(1.0 / math.sqrt(head_dim))
+        return float(np.float32(1.0 / math.sqrt(head_dim)))
     if isinstance(scale, jax.core.Tracer):
         raise TypeError(
             "scale is a traced value; it is compiled into the program, so it must be a Python "
@@ -257,7 +247,7 @@ def as_scale(scale: Any, head_dim: int) -> np.float32:
         rounded = np.float32(value)
     if not np.isfinite(rounded):
         raise ValueError(f"scale is {value!r}; it must be finite in float32.")
-    return rounded
+    return float(rounded)
 
 
 def as_flag(name: str, value: Any) -> bool:
@@ -290,16 +280,12 @@ def check_call(
     if unbatched:
         q, positions = q[None], positions[None]
         k, v = (jnp.expand_dims(x, int(stacked)) for x in (k, v))
-    return Call(
-        q=q,
-        k=k,
-        v=v,
-        positions=positions,
-        layer=as_layer(layer, k.shape[0]) if stacked else None,
+    layer = as_layer(layer, k.shape[0]) if stacked else None
+    options = Options(
         scale=as_scale(scale, q.shape[-1]),
         chunk_invariant=as_flag("chunk_invariant", chunk_invariant),
-        unbatched=unbatched,
     )
+    return Call(Operands(q, k, v, positions, layer), options, unbatched)
 
 
 def check_new_rows(k: jax.Array, v: jax.Array, k_cache: jax.Array, stacked: bool = False) -> None:

@@ -87,16 +87,17 @@ def _problem(call: checks.Call) -> Any:
     table = native.load()
     problem = table.AttentionProblem()
     # A symbolic extent stands for any; no kernel's choice depends on how long these are.
-    extents = [extent if isinstance(extent, int) else 1 for extent in call.q.shape]
+    q, k = call.operands.q, call.operands.k
+    extents = [extent if isinstance(extent, int) else 1 for extent in q.shape]
     problem.batch, problem.q_len, problem.q_heads, problem.head_dim = extents
-    problem.kv_len = call.k.shape[-3] if isinstance(call.k.shape[-3], int) else 1
-    problem.kv_heads = call.k.shape[-2]
-    if call.layer is not None and isinstance(call.k.shape[0], int):
-        problem.layers = call.k.shape[0]
-    problem.q_dtype = getattr(table.DType, str(call.q.dtype))
-    problem.kv_dtype = getattr(table.DType, str(call.k.dtype))
-    problem.scale = float(call.scale)
-    problem.chunk_invariant = call.chunk_invariant
+    problem.kv_len = k.shape[-3] if isinstance(k.shape[-3], int) else 1
+    problem.kv_heads = k.shape[-2]
+    if call.operands.layer is not None and isinstance(k.shape[0], int):
+        problem.layers = k.shape[0]
+    problem.q_dtype = getattr(table.DType, str(q.dtype))
+    problem.kv_dtype = getattr(table.DType, str(k.dtype))
+    for name, value in vars(call.options).items():
+        setattr(problem, name, value)
     return problem
 
 
@@ -172,12 +173,9 @@ def _check_shapes(*operands: Any, **options: Any) -> checks.Call:
 
     def check(*traced: Any) -> None:
         call = checks.check_call(*traced, **options)
-        arrays = {n: x for n, x in vars(call).items() if isinstance(x, jax.Array)}
         # Tracers may not outlive the trace.
-        shapes: dict[str, Any] = {
-            n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in arrays.items()
-        }
-        calls.append(replace(call, **shapes))
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), call.operands)
+        calls.append(replace(call, operands=shapes))
 
     jax.eval_shape(check, *operands)
     return calls[0]

@@ -10,10 +10,15 @@ from types import ModuleType
 
 import jax
 
-# The name under which XLA finds the handlers, in compiled and in exported programs. The number is
-# the version of the operands and attributes: a change to either needs a new name.
-PREFILL_TARGET = "jax_fa_prefill_attention_v1"
-STACKED_PREFILL_TARGET = "jax_fa_stacked_prefill_attention_v1"
+# The name under which XLA finds the handlers, in compiled and in exported programs. Operands and
+# attributes are told by name, and more of them need no new one: what is absent has its default.
+PREFILL_TARGET = "jax_fa_prefill_attention_v2"
+# In the order of _native.registrations(). Programs that version 1 exported hold the other two.
+TARGETS = (
+    PREFILL_TARGET,
+    "jax_fa_prefill_attention_v1",
+    "jax_fa_stacked_prefill_attention_v1",
+)
 
 
 def _runtime_ffi_version() -> tuple[int, int]:
@@ -58,8 +63,7 @@ def load() -> ModuleType:
             "uncompiled package hides the installed one)."
         ) from error
     check_ffi_version(_native.ffi_api_version, _runtime_ffi_version())
-    targets = (PREFILL_TARGET, STACKED_PREFILL_TARGET)
     for platform, handlers in _native.registrations().items():
-        for target, handler in zip(targets, handlers, strict=True):
+        for target, handler in zip(TARGETS, handlers, strict=True):
             jax.ffi.register_ffi_target(target, handler, platform=platform)
     return _native

@@ -7,6 +7,7 @@ plan: ``write_over_explicit_axes`` only says where things are.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,18 +18,19 @@ import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_fa.split import Axes, Call, Kind, Layout, Split, plan
+from jax_fa.operands import Form, Operands
+from jax_fa.split import Axes, Call, Layout, Split, plan
 
 Caches = tuple[jax.Array, jax.Array]
 
 
 @dataclass(frozen=True)
 class Signature:
-    """What a call takes, first q, k and v, and what it gives."""
+    """What a call takes, a named tuple with q, k and v, and what it gives, in forms."""
 
     layout: Layout
-    operands: tuple[Kind, ...]
-    results: tuple[Kind, ...]
+    operands: Any
+    results: tuple[Form, ...]
 
 
 def partitioned(
@@ -42,54 +44,53 @@ def partitioned(
     Where there is one device, or in a ``shard_map``, JAX lowers this to ``call`` and nothing else.
 
     Args:
-      call: The function of whole arrays.
+      call: The function of whole arrays, a named tuple of them.
       signature: Of it.
       local: Gives the function of shards, told the split and the number of tokens, T.
       key: Scalars that tell calls apart. They are operands that nothing reads: the program that
         XLA partitions names no function, so to JAX's compilation cache, calls of two scales
         would be one program.
     """
-    layout, kinds = signature.layout, (*signature.operands, *signature.results)
-    read = len(signature.operands)
+    of_operands = jax.tree.leaves(signature.operands)
+    tree: Any = jax.tree.structure(signature.operands)
+    read = len(of_operands)
 
     def ignoring_key(*operands: Any) -> list[jax.Array]:
-        return list(call(*operands[:read]))
+        return list(call(tree.unflatten(operands[:read])))
 
     def split(mesh: Any, operands: Any, outputs: Any) -> tuple[Split, Any]:
         arrays = [*operands[:read], *outputs]
         mesh = _fine_mesh(mesh, arrays)
-        told = list(zip(kinds, (_axes_of(x, mesh) for x in arrays), strict=False))
-        of_rows = [(axes[0], axes[1], axes[2]) for kind, axes in told if kind == "q"]
-        of_caches = [layout.without_layers(axes) for kind, axes in told if kind == "k"]
-        wishes = [*of_rows, *((axes[0], (), axes[2]) for axes in of_caches)]
-        return plan(layout, mesh.shape, wishes), mesh
+        told = [_axes_of(x, mesh) for x in arrays]
+        wishes = _wishes([*of_operands, *signature.results], told)
+        return plan(signature.layout, mesh.shape, wishes), mesh
 
-    def shardings(mesh: Any, specs: Sequence[PartitionSpec]) -> list[NamedSharding]:
-        return [NamedSharding(mesh, spec) for spec in specs]
+    def shardings(mesh: Any, chosen: Split, forms: Sequence[Form]) -> list[NamedSharding]:
+        return [NamedSharding(mesh, chosen.spec(form)) for form in forms]
 
     def infer(mesh: Any, operands: Any, outputs: Any) -> list[NamedSharding]:
         chosen, mesh = split(mesh, operands, ())
         if chosen.sharing:
             # Kv heads split by a part of an axis: JAX could not tell that of a program's results.
             chosen = replace(chosen, kv_heads=())
-        return shardings(mesh, chosen.specs(signature.results))
+        return shardings(mesh, chosen, signature.results)
 
     def partition(mesh: Any, operands: Any, outputs: Any) -> tuple[Any, ...]:
         chosen, mesh = split(mesh, operands, outputs)
-        on_shards = local(chosen, operands[0].shape[1])
+        on_shards = local(chosen, tree.unflatten(operands[:read]).q.shape[1])
 
         def lower(*shards: Any) -> list[jax.Array]:
             # Under no mesh: with one of explicit axes around, JAX 0.11 and 0.12 would mark what
             # jnp makes here by shardings, which XLA has no more use for and refuses.
             with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-                return list(on_shards(*shards[:read]))
+                return list(on_shards(tree.unflatten(shards[:read])))
 
-        unread = [PartitionSpec()] * len(key)
+        unread = [NamedSharding(mesh, PartitionSpec())] * len(key)
         return (
             mesh,
             lower,
-            shardings(mesh, chosen.specs(signature.results)),
-            tuple(shardings(mesh, [*chosen.specs(signature.operands), *unread])),
+            shardings(mesh, chosen, signature.results),
+            (*shardings(mesh, chosen, of_operands), *unread),
         )
 
     call_with_rules = custom_partitioning(ignoring_key)
@@ -99,32 +100,40 @@ def partitioned(
         decode_shardings=False,  # JAX's own decoding fails where an axis is split further
         sharding_rule=lambda *_: _rule(signature, len(key)),  # Shardy asks this
     )
-    return lambda *operands: call_with_rules(*operands, *key)
+    return lambda operands: call_with_rules(*jax.tree.leaves(operands), *key)
+
+
+def _wishes(forms: Sequence[Form], told: Sequence[Sequence[Axes]]) -> list[tuple[Axes, Axes, Axes]]:
+    """How the large arrays are split already, those of rows first; for ``plan``."""
+    large = [dict(zip(form.axes, x, strict=True)) for form, x in zip(forms, told, strict=False)]
+    rows = [(of["B"], of["T"], of["Hq"]) for of in large if {"T", "D"} <= of.keys()]
+    caches: list[tuple[Axes, Axes, Axes]] = [(of["B"], (), of["Hk"]) for of in large if "S" in of]
+    return [*rows, *caches]
 
 
 def _rule(signature: Signature, unread: int) -> tuple[str, dict[str, Any]]:
     """Which dimensions are split alike, as Shardy wants it told.
 
-    Positions (p, u) follow, but have no say: they are small, q is not. A factor of size 1 may not
-    be part of a dimension.
+    What follows has factors of its own, and so no say. A factor of size 1 may not be part of a
+    dimension.
     """
-    layout = signature.layout
-    kv_heads, group = layout.kv_heads, layout.group
+    kv_heads, group = signature.layout.kv_heads, signature.layout.group
     heads, kv = ("(g r)", "g") if kv_heads > 1 and group > 1 else ("h", "h")
     if kv_heads == 1 and group > 1:
         kv = "g"
-    words: dict[Kind, str] = {
-        "q": f"b t {heads} d",
-        "lse": f"b t {heads}",
-        "k": " ".join(layout.with_layers(["b", "s", kv, "d"], "l")),
-        "positions": "p u",
-        "layer": "",
-    }
-    operands = [*(words[kind] for kind in signature.operands), *[""] * unread]
-    rule = ", ".join(operands) + " -> " + ", ".join(words[kind] for kind in signature.results)
-    sizes = {"r": group} if heads == "(g r)" else {}
+    letters = {"B": "b", "T": "t", "S": "s", "D": "d", "L": "l", "Hq": heads, "Hk": kv}
+    own = (f"u{i}" for i in itertools.count())
+
+    def words(forms: Sequence[Form]) -> str:
+        named = ([next(own) if x.follows else letters[axis] for axis in x.axes] for x in forms)
+        return ", ".join(" ".join(of_one) for of_one in named)
+
+    operands = words([*jax.tree.leaves(signature.operands), *[Form((), True)] * unread])
     # In the order in which the rule names them, as Shardy wants it.
-    whole = ("d", "s") if layout.layer_axis is None else ("d", "l", "s")
+    named = dict.fromkeys(operands.replace(",", " ").split())
+    whole = tuple(word for word in named if word in ("d", "l", "s"))
+    sizes = {"r": group} if heads == "(g r)" else {}
+    rule = f"{operands} -> {words(signature.results)}"
     return rule, {"need_replication_factors": whole, **sizes}
 
 
@@ -175,32 +184,28 @@ def _axes_of(x: Any, mesh: jax.sharding.Mesh) -> tuple[Axes, ...]:
     return tuple(axes)
 
 
-def over_explicit_axes(
-    call: Call, signature: Signature, operands: Sequence[jax.Array]
-) -> Sequence[jax.Array]:
+def over_explicit_axes(call: Call, signature: Signature, operands: Operands) -> Sequence[jax.Array]:
     """``call``, each device on its shards, where the arrays' types say how they are split."""
-    kinds = [jax.typeof(x).sharding for x in operands]
+    kinds = [jax.typeof(x).sharding for x in (operands.q, operands.k)]
     mesh = kinds[0].mesh
     if AxisType.Explicit not in mesh.axis_types:
-        return call(*operands)
+        return call(operands)
 
     def axes(entry: Any) -> Axes:
         return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
-    layout = signature.layout
-    q, k = ([axes(entry) for entry in kind.spec] for kind in kinds[:2])
-    batch, _, of_kv_heads, _ = layout.without_layers(k)
-    wishes = [(q[0], q[1], q[2]), (batch, (), of_kv_heads)]
-    split = plan(layout, mesh.shape, wishes)
-    specs = split.specs(signature.operands)
-    moved = [jax.reshard(x, NamedSharding(mesh, s)) for x, s in zip(operands, specs, strict=True)]
+    told = [[axes(entry) for entry in kind.spec] for kind in kinds]
+    wishes = _wishes([signature.operands.q, signature.operands.k], told)
+    split = plan(signature.layout, mesh.shape, wishes)
+    specs = jax.tree.map(split.spec, signature.operands)
+    moved = jax.tree.map(lambda x, s: jax.reshard(x, NamedSharding(mesh, s)), operands, specs)
     # Over all axes of the mesh but those that vmap has taken.
     return jax.shard_map(
         split.local(call),
         mesh=mesh,
-        in_specs=tuple(specs),
-        out_specs=split.specs(signature.results),
-    )(*moved)
+        in_specs=(specs,),
+        out_specs=[split.spec(form) for form in signature.results],
+    )(moved)
 
 
 def write_over_explicit_axes(
@@ -246,14 +251,15 @@ def in_shard_map() -> bool:
     return AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
 
 
-def alike_in_shard_map(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """The arrays, all marked as varying over the same axes, as ``check_vma=True`` asks.
+def alike_in_shard_map(arrays: Any) -> Any:
+    """A pytree of arrays, all marked as varying over the same axes, as ``check_vma=True`` asks.
 
     A cache that devices share gets its gradient summed over them by the transpose of this.
     """
-    varying = [jax.typeof(x).mat.varying for x in arrays]
-    union = frozenset().union(*varying)
-    return [
-        jax.lax.pcast(x, tuple(union - have), to="varying") if union - have else x
-        for x, have in zip(arrays, varying, strict=True)
-    ]
+    union = frozenset().union(*(jax.typeof(x).mat.varying for x in jax.tree.leaves(arrays)))
+
+    def alike(x: jax.Array) -> jax.Array:
+        lacking = union - jax.typeof(x).mat.varying
+        return jax.lax.pcast(x, tuple(lacking), to="varying") if lacking else x
+
+    return jax.tree.map(alike, arrays)

@@ -5,13 +5,20 @@ Every kernel is tested against this. It materialises the [T, S] scores: use it t
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jax_fa import checks, stacks
+
+
+class CallOptions(TypedDict, total=False):
+    """What :func:`jax_fa.prefill_attention` takes by name, but for what tells how to compute it."""
+
+    layer: Any
+    scale: float | None
+    chunk_invariant: bool
 
 
 @overload
@@ -21,10 +28,8 @@ def prefill_attention(
     v: Any,
     positions: Any,
     *,
-    layer: Any = None,
-    scale: float | None = None,
     return_lse: Literal[False] = False,
-    chunk_invariant: bool = True,
+    **options: Unpack[CallOptions],
 ) -> jax.Array: ...
 
 
@@ -35,10 +40,8 @@ def prefill_attention(
     v: Any,
     positions: Any,
     *,
-    layer: Any = None,
-    scale: float | None = None,
     return_lse: Literal[True],
-    chunk_invariant: bool = True,
+    **options: Unpack[CallOptions],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -48,26 +51,22 @@ def prefill_attention(
     v: Any,
     positions: Any,
     *,
-    layer: Any = None,
-    scale: float | None = None,
     return_lse: bool = False,
-    chunk_invariant: bool = True,
+    **options: Unpack[CallOptions],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """:func:`jax_fa.prefill_attention` by its definition; the same arguments, results and errors.
 
     scores = scale * q·k, masked by position, softmax, times V; K and V as they are stored, all in
     float32, the result rounded once to q's dtype. ``chunk_invariant`` changes nothing here.
     """
-    call = checks.check_call(
-        q, k, v, positions, layer=layer, scale=scale, chunk_invariant=chunk_invariant
-    )
-    k, v = call.k, call.v
-    if call.layer is not None:
-        k, v = (stacks.layer_of(x, call.layer) for x in (k, v))
+    call = checks.check_call(q, k, v, positions, **options)
+    q, k, v, positions, layer = call.operands
+    if layer is not None:
+        k, v = (stacks.layer_of(x, layer) for x in (k, v))
     # Not vmap: it would turn the choice in _weighted_values into computing both sides.
     out, lse = jax.lax.map(
-        lambda sequence: _attend(*sequence, scale=call.scale),
-        (call.q, k, v, call.positions),
+        lambda sequence: _attend(*sequence, scale=call.options.scale),
+        (q, k, v, positions),
     )
     if call.unbatched:
         out, lse = out[0], lse[0]
@@ -75,7 +74,7 @@ def prefill_attention(
 
 
 def _attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, *, scale: np.float32
+    q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, *, scale: float
 ) -> tuple[jax.Array, jax.Array]:
     """One sequence: q [T, Hq, D], k, v [S, Hk, D], positions [T] -> out [T, Hq, D], lse [T, Hq]."""
     tokens, q_heads, head_dim = q.shape

@@ -74,7 +74,8 @@ def sequence_parallel_prefill_attention(
     varying_is_checked = bool(jax.typeof(index).mat.varying)
     if varying_is_checked:
         _check_split(call, axis_name)
-    slots = call.k.shape[-3]
+    operands = call.operands
+    slots = operands.k.shape[-3]
     most = native.load().max_kv_len
     if shards * slots > most:
         raise ValueError(
@@ -83,16 +84,11 @@ def sequence_parallel_prefill_attention(
         )
     # A row that sees none of these slots comes out negative, which is padding here. Clamped first:
     # the most negative int32 less anything would not be.
-    here = jnp.maximum(call.positions, -1) - index * slots
+    here = jnp.maximum(operands.positions, -1) - index * slots
     state = api.prefill_attention(
-        call.q,
-        call.k,
-        call.v,
-        here,
-        layer=call.layer,
-        scale=float(call.scale),
+        **operands._replace(positions=here)._asdict(),
+        **vars(call.options),
         return_lse=True,
-        chunk_invariant=call.chunk_invariant,
         implementation=implementation,
     )
     # Its transpose would be wrong (jax 0.10) where types do not tell what varies.
@@ -125,14 +121,14 @@ def _place_on(axis_name: Any) -> tuple[int, jax.Array]:
 def _check_split(call: checks.Call, axis_name: str | tuple[str, ...]) -> None:
     """S alone is split over the axis."""
     axes = {axis_name} if isinstance(axis_name, str) else set(axis_name)
-    for name, array in (("q", call.q), ("positions", call.positions)):
-        if axes & jax.typeof(array).mat.varying:
+    for name in ("q", "positions"):
+        if axes & jax.typeof(getattr(call.operands, name)).mat.varying:
             raise ValueError(
                 f"{name} varies over axis_name={axis_name!r}; all devices of it must have the same "
                 "(leave the axis out of its in_specs; positions are slots of the whole cache)."
             )
-    for name, array in (("k", call.k), ("v", call.v)):
-        if axes - jax.typeof(array).mat.varying:
+    for name in ("k", "v"):
+        if axes - jax.typeof(getattr(call.operands, name)).mat.varying:
             raise ValueError(
                 f"{name} is not split over axis_name={axis_name!r}; each device must hold its own "
                 "slots (name the axis for S in its in_specs)."

@@ -9,48 +9,34 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jax_fa import stacks
+from jax_fa import backward, stacks
+from jax_fa.operands import Form
 
 Axes = tuple[str, ...]
 Call = Callable[..., Sequence[jax.Array]]
-
-# What an array is, that a call takes or gives: q [B, T, Hq, D] and all that is shaped like it, lse
-# [B, T, Hq], k or v [B, S, Hk, D] (or stacked), positions [B, T], the layer [].
-Kind = Literal["q", "lse", "k", "positions", "layer"]
 
 
 @dataclass(frozen=True)
 class Layout:
     """What of a call's operands the ways to split it depend on.
 
-    ``layer_axis`` is where k and v are stacked over layers, 0 or 1, and None where they are not.
+    ``layer_axis`` is where k and v have their layers, if they have some.
     """
 
     q_heads: int
     kv_heads: int
-    layer_axis: int | None
+    layer_axis: int = 0
 
     @property
     def group(self) -> int:
         """Query heads that read one kv head."""
         return self.q_heads // self.kv_heads
-
-    def with_layers(self, of_one: Sequence[Any], of_layers: Any) -> list[Any]:
-        """What is told of k's axes B, S, Hk and D, and of its layers where there are some."""
-        told = list(of_one)
-        if self.layer_axis is not None:
-            told.insert(self.layer_axis, of_layers)
-        return told
-
-    def without_layers(self, told: Sequence[Any]) -> list[Any]:
-        """What is told of k's axes B, S, Hk and D alone."""
-        return [x for axis, x in enumerate(told) if axis != self.layer_axis]
 
 
 @dataclass(frozen=True)
@@ -67,37 +53,30 @@ class Split:
     heads: Axes
     kv_heads: Axes
 
-    def specs(self, kinds: Sequence[Kind]) -> list[PartitionSpec]:
-        """How arrays of these kinds are split."""
-        rows = (self.batch, self.tokens, self.heads)
-        of_one = (self.batch, None, self.kv_heads, None)
-        told: dict[Kind, PartitionSpec] = {
-            "q": PartitionSpec(*rows, None),
-            "lse": PartitionSpec(*rows),
-            "k": PartitionSpec(*self.layout.with_layers(of_one, None)),
-            "positions": PartitionSpec(*rows[:2]),
-            "layer": PartitionSpec(),
-        }
-        return [told[kind] for kind in kinds]
+    def spec(self, form: Form) -> PartitionSpec:
+        """How an array of this form is split."""
+        by = {"B": self.batch, "T": self.tokens, "Hq": self.heads, "Hk": self.kv_heads}
+        return PartitionSpec(*(by.get(axis) for axis in form.axes))
 
     def local(self, call: Call) -> Call:
-        """``call``, of q, k, v and more, as one device does it, on its shards."""
+        """``call``, of a named tuple of operands, as one device does it, on its shards."""
 
-        def on_shards(q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> Any:
-            head = self._kv_head(q, k)
+        def on_shards(operands: Any) -> Any:
+            head = self._kv_head(operands)
             if head is None:
-                return call(q, k, v, *rest)
-            if self.layout.layer_axis is not None:
+                return call(operands)
+            if getattr(operands, "layer", None) is not None:
                 # First, since a slice of the head would copy it of every layer.
-                k, v = (stacks.layer_of(x, rest[1], self.layout.layer_axis) for x in (k, v))
-                rest = rest[:1]
-            k, v = (jax.lax.dynamic_slice_in_dim(x, head, 1, axis=2) for x in (k, v))
-            return call(q, k, v, *rest)
+                operands = stacks.without_layer(operands, self.layout.layer_axis)
+            k, v = (
+                jax.lax.dynamic_slice_in_dim(x, head, 1, axis=2) for x in (operands.k, operands.v)
+            )
+            return call(operands._replace(k=k, v=v))
 
         return on_shards
 
     def local_gradients(self, call: Call, tokens: Any) -> Call:
-        """``call``, from q, k, v, positions, lse, d_out, d_lse to d_q, d_k, d_v, on one device.
+        """``call``, from backward.Operands to d_q, d_k, d_v, on one device.
 
         Its rows are its own, and so is their d_q; what they add to d_k and d_v is summed over the
         devices that have the same slots and kv heads. ``tokens`` is T: rows that only pad a shard
@@ -105,16 +84,16 @@ class Split:
         """
         over = (*self.tokens, *self.sharing)
 
-        def on_shards(*operands: jax.Array) -> Sequence[jax.Array]:
-            q, k, v, positions, lse, *cotangents = operands
+        def on_shards(operands: backward.Operands) -> Sequence[jax.Array]:
+            q, k, lse = operands.q, operands.k, operands.lse
             if self.tokens and q.shape[1] * jax.lax.axis_size(self.tokens) != tokens:
                 row = jax.lax.axis_index(self.tokens) * q.shape[1] + jnp.arange(q.shape[1])
                 lse = jnp.where((row < tokens)[:, None], lse, -jnp.inf)
-            gradients = self.local(call)(q, k, v, positions, lse, *cotangents)
+            gradients = self.local(call)(operands._replace(lse=lse))
             if not over:
                 return gradients
             d_q, *d_kv = gradients
-            head = self._kv_head(q, k)
+            head = self._kv_head(operands)
             if head is not None:
                 of_all = jnp.zeros(k.shape, d_kv[0].dtype)
                 d_kv = [jax.lax.dynamic_update_slice_in_dim(of_all, x, head, 2) for x in d_kv]
@@ -127,11 +106,11 @@ class Split:
         """The axes whose devices share kv heads."""
         return self.heads[len(self.kv_heads) :]
 
-    def _kv_head(self, q: jax.Array, k: jax.Array) -> jax.Array | None:
+    def _kv_head(self, operands: Any) -> jax.Array | None:
         """The one of this shard's kv heads that its query heads read, if they read but one."""
-        if not self.sharing or k.shape[-2] == 1:
+        if not self.sharing or operands.k.shape[-2] == 1:
             return None
-        return jax.lax.axis_index(self.sharing) * q.shape[2] // self.layout.group
+        return jax.lax.axis_index(self.sharing) * operands.q.shape[2] // self.layout.group
 
 
 def plan(

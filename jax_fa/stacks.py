@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jax_fa.operands import Operands
+
 
 def clamped(layer: jax.Array, layers: int) -> jax.Array:
     """The layer that an index stands for, as the kernels read it: the nearest that there is."""
@@ -15,6 +17,12 @@ def layer_of(stack: jax.Array, layer: jax.Array, axis: int = 0) -> jax.Array:
     """A copy of one layer of ``stack``, whose layers are along ``axis``."""
     index = clamped(layer, stack.shape[axis])
     return jax.lax.dynamic_index_in_dim(stack, index, axis, keepdims=False)
+
+
+def without_layer(operands: Operands, axis: int = 0) -> Operands:
+    """The operands without a layer, k and v being that layer's: a copy of it."""
+    k, v = (layer_of(x, operands.layer, axis) for x in (operands.k, operands.v))
+    return operands._replace(k=k, v=v, layer=None)
 
 
 def layers_of(stack: jax.Array) -> jax.Array:

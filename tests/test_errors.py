@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bounds import assert_same_bits
 
 import jax_fa
 from jax_fa import prefill_attention, reference
@@ -185,15 +186,10 @@ DIRECT = {
 }
 
 
-def call_directly(q, *operands, target=jax_fa.native.PREFILL_TARGET, **attributes):
+def call_directly(q, *operands, results=1, target=jax_fa.native.PREFILL_TARGET, **attributes):
     """A direct ffi_call, as from a program that skipped jax_fa's Python."""
-    out = jax.ShapeDtypeStruct(q.shape, q.dtype)
-    attributes = {
-        "scale": np.float32(1),
-        "chunk_invariant": True,
-        "implementation": "",
-    } | attributes
-    call = jax.ffi.ffi_call(target, out)
+    out, lse = (jax.ShapeDtypeStruct(*of) for of in ((q.shape, q.dtype), (q.shape[:-1], F32)))
+    call = jax.ffi.ffi_call(target, [out, lse, out][:results])
     return jax.block_until_ready(call(q, *operands, **attributes))
 
 
@@ -202,6 +198,35 @@ def test_handler_checks_again_what_python_has_checked(name):
     arguments, words = DIRECT[name]
     with pytest.raises(jax.errors.JaxRuntimeError, match=words):
         call_directly(*arguments)
+
+
+LAYER = jnp.zeros((), jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("more", "attributes", "words"),
+    [
+        ([LAYER], {}, "has 5 operands; it must have q, k, v, positions and what operands='' names"),
+        ([], {"operands": "layer"}, "has 4 operands; .* and what operands='layer' names"),
+        ([LAYER], {"operands": "depth"}, "names 'depth', which this version does not know"),
+        ([LAYER] * 2, {"operands": "layer layer"}, "names 'layer' twice"),
+        ([], {"results": 3}, "has 3 results; they are out, and lse where it is wanted"),
+        ([], {"slope": 1.0}, "attribute slope is unknown; this version knows operands"),
+        ([], {"scale": 1.0}, "the attribute scale: .* expected F32 but got F64"),
+        ([], {"operands": np.int32(1)}, "the attribute operands: Wrong attribute type"),
+    ],
+)
+def test_handler_refuses_what_has_no_name_or_not_its_type(more, attributes, words):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=words):
+        call_directly(*make(), *more, **attributes)
+
+
+@pytest.mark.parametrize("target", jax_fa.native.TARGETS[:2])
+def test_handler_gives_absent_attributes_the_defaults_of_prefill_attention(target):
+    want = prefill_attention(*make(), return_lse=True)
+    for got in (call_directly(*make(), results=2, target=target), call_directly(*make())):
+        for a, b in zip(got, want, strict=False):
+            assert_same_bits(a, b)
 
 
 def test_handler_refuses_a_scale_that_is_not_finite():

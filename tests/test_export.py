@@ -1,5 +1,8 @@
 """jax.export, ahead-of-time compilation, and the persistent compilation cache."""
 
+import pathlib
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,6 +52,43 @@ def test_a_named_kernel_and_explain_take_symbolic_extents():
         *symbolic_shapes("b, t, s")
     )
     assert answers[0].kernel in jax_fa.available_kernels()
+
+
+def programs_of_version_1():
+    """Plain and stacked; their calls have targets of their own and do not name their operands."""
+    folder = pathlib.Path(__file__).parent / "data"
+    return [
+        export.deserialize(bytearray((folder / f"{name}_v1.jax_export").read_bytes()))
+        for name in ("prefill_attention", "stacked_prefill_attention")
+    ]
+
+
+def test_a_program_that_version_1_exported_runs_with_the_same_bits():
+    program, _ = programs_of_version_1()
+    case = Case("plain_v1", batch=2, q_len=5, kv_len=19, q_heads=6, kv_heads=2, head_dim=16)
+    arrays = replace(case, placement="anywhere").arrays()
+    want = jax_fa.prefill_attention(*arrays, scale=0.3, return_lse=True)
+    for got, wanted in zip(program.call(*arrays), want, strict=True):
+        assert_same_bits(got, wanted)
+
+
+def test_a_stacked_program_that_version_1_exported_runs_with_the_same_bits():
+    _, program = programs_of_version_1()
+    rng = np.random.default_rng(0)
+    q, k, v = (
+        jnp.asarray(rng.standard_normal(aval.shape), aval.dtype) for aval in program.in_avals[:3]
+    )
+    positions = jnp.asarray(rng.integers(-2, 25, (2, 5)), jnp.int32)
+    for layer in (-4, 0, 2, 9):
+        got = program.call(q, k, v, positions, jnp.int32(layer))
+        want = jax_fa.prefill_attention(q, k, v, positions, layer=jnp.int32(layer))
+        assert_same_bits(got, want)
+
+
+def test_the_helper_names_what_programs_of_both_versions_hold():
+    names = {str(check) for check in jax_fa.export_checks()}
+    for target in ("prefill_attention_v1", "stacked_prefill_attention_v1", "prefill_attention_v2"):
+        assert any(f"jax_fa_{target}" in name for name in names), names
 
 
 def test_symbolic_heads_are_refused_with_the_rule():

@@ -9,7 +9,7 @@ from test_errors import call_directly
 from test_stacked import stacked
 
 import jax_fa
-from jax_fa import native, prefill_attention, reference, update_kv_cache
+from jax_fa import prefill_attention, reference, update_kv_cache
 
 
 def refused(operands, layer, words):
@@ -73,4 +73,4 @@ def test_handler_checks_again_what_python_has_checked(name):
     q, positions, cache = jnp.ones((2, 4, 4, 8)), jnp.zeros((2, 4), jnp.int32), jnp.ones(shape)
     cache = cache.astype(jnp.float16)
     with pytest.raises(jax.errors.JaxRuntimeError, match=words):
-        call_directly(q, cache, cache, positions, layer, target=native.STACKED_PREFILL_TARGET)
+        call_directly(q, cache, cache, positions, layer, operands="layer")

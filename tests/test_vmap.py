@@ -83,7 +83,7 @@ def test_a_shared_cache_is_neither_copied_nor_looped_over():
         jax.ShapeDtypeStruct((64, 1, 1), jnp.int32),
     )
     assert temporaries < cache_bytes
-    assert text.count("jax_fa_prefill_attention_v1") == 1 and " while(" not in text
+    assert text.count("jax_fa_prefill_attention_v2") == 1 and " while(" not in text
 
 
 def test_vmap_inside_jit_and_scan():

@@ -7,14 +7,15 @@ its way, all of JAX's transformations are.
 from __future__ import annotations
 
 from jax_fa import transforms
+from jax_fa.operands import Operands, Options
 
 REFUSAL = "jax_fa.prefill_attention: implementation='of_another_build' is not "
 
 _CONFIG = transforms.Config(
-    scale=0.125, chunk_invariant=True, implementation="of_another_build", return_lse=False
+    Options(scale=0.125, chunk_invariant=True), implementation="of_another_build", return_lse=False
 )
 
 
 def attend_unserved(q, k, v, positions):
     """Out, which never comes to be."""
-    return transforms.attend(_CONFIG, q, k, v, positions)[0]
+    return transforms.attend(_CONFIG, Operands(q, k, v, positions))[0]
