@@ -65,7 +65,7 @@ def update_kv_cache(
 @functools.partial(jax.jit, inline=True)
 def _update(caches: Pair, rows: Pair, positions: jax.Array, at: tuple[jax.Array, ...]) -> Pair:
     if at:
-        at = (stacks.clamped(*at, caches[0].shape[0]),)
+        at = (stacks.clamped(at[0], caches[0].shape[0]),)
     return partitioning.write_over_explicit_axes(_write, caches, rows, positions, at)
 
 
