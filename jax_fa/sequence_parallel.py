@@ -95,8 +95,8 @@ def sequence_parallel_prefill_attention(
         chunk_invariant=call.chunk_invariant,
         implementation=implementation,
     )
-    if call.q.shape[1] == 0:
-        # XLA gathers along no axis of length 0. Of q, which is the same on all devices.
+    if 0 in call.q.shape[:2]:
+        # No rows; XLA gathers along no axis of length 0. Of q, the same on all devices.
         out, lse = call.q, call.q[..., 0].astype(jnp.float32)
     else:
         # Its transpose would be wrong (jax 0.10) where types do not tell what varies.
