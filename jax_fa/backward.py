@@ -39,7 +39,7 @@ def gradients(operands: Operands, scale: float) -> list[jax.Array]:
     q, k, v, positions, lse, *_ = operands
     kv_len = k.shape[1]
     rows = jax.tree.map(lambda x: _into_blocks(x, _Q_BLOCK), _rows(operands))
-    index = jnp.arange(kv_len)[None]
+    index = jnp.arange(kv_len, dtype=jnp.int32)[None]
     seen = index <= jnp.max(positions, axis=1, initial=-1)[:, None]  # [B, S]
     k_blocks, v_blocks = (
         _into_blocks(_where(seen, x.astype(jnp.float32)), _KV_BLOCK) for x in (k, v)

@@ -6,6 +6,7 @@ only, so they run at trace time, before anything is launched.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from types import ModuleType
@@ -102,15 +103,24 @@ def _check_query_dtype(q: jax.Array, k: jax.Array) -> None:
 def as_positions(positions: Any, name: str = "positions") -> jax.Array:
     """Integer positions of any width as int32; values outside it keep their meaning by clamping."""
     if isinstance(positions, np.ndarray) and np.issubdtype(positions.dtype, np.integer):
-        # Without x64, JAX would cut 64-bit integers down to 32 bits; 2^32 would become slot 0.
         positions = _clip_to_int32(positions, np)
-    positions = as_array(name, positions)
+    if isinstance(positions, np.ndarray | jax.Array):
+        positions = as_array(name, positions)
+    else:
+        # Without x64, JAX would cut 64-bit integers down to 32 bits; 2^32 would become slot 0.
+        with jax.enable_x64(True):
+            positions = as_array(name, positions)
     if not jnp.issubdtype(positions.dtype, jnp.integer):
         raise TypeError(
             f"{name} has dtype {positions.dtype}; it must be an integer array "
             f"(for example {name}.astype(jnp.int32))."
         )
-    return _clip_to_int32(positions, jnp)
+    if positions.dtype == np.int32:
+        return positions
+    if positions.dtype.itemsize < 8:
+        return _clip_on_device(positions)
+    with jax.enable_x64(True):  # made under it, and cut without it
+        return _clip_on_device(positions)
 
 
 def _clip_to_int32(positions: Any, xp: ModuleType) -> Any:
@@ -121,6 +131,13 @@ def _clip_to_int32(positions: Any, xp: ModuleType) -> Any:
     if info.max > _INT32_MAX:
         positions = xp.clip(positions, max(-1, int(info.min)), _INT32_MAX)
     return positions.astype(np.int32)
+
+
+# Compiled, so that the bounds are no transfers to the device.
+@functools.partial(jax.jit, inline=True)
+def _clip_on_device(positions: jax.Array) -> jax.Array:
+    clipped: jax.Array = _clip_to_int32(positions, jnp)
+    return clipped
 
 
 def _shape(array: Any) -> str:

@@ -85,8 +85,9 @@ class GroupedQueryAttention(eqx.Module):
             None without a cache: row t stands at t.
 
         Returns:
-          ``(y, cache)``: y has x's shape; rows of padding are 0, rows at or past the cache's end
-          NaN. The cache holds the new rows, or is None as it came.
+          ``(y, cache)``: y has x's shape; rows of padding are 0 and add nothing to any gradient,
+          whatever they hold; rows at or past the cache's end are NaN. The cache holds the new rows,
+          or is None as it came.
 
         Raises:
           TypeError: The block computes in another dtype than float32 and the cache's, or positions
@@ -95,6 +96,7 @@ class GroupedQueryAttention(eqx.Module):
             fit.
         """
         gqa.check_rows(self.config, x, (2,))
+        x = gqa.without_padding(x, positions, cache)
         qkv = (
             self._to_heads(self.q_proj, x, self.config.q_heads),
             self._to_heads(self.k_proj, x, self.config.kv_heads),
@@ -102,7 +104,8 @@ class GroupedQueryAttention(eqx.Module):
         )
         out, cache = gqa.attend(self.config, qkv, positions, cache)
         width = self.config.q_heads * self.config.head_dim
-        return jax.vmap(self.o_proj)(out.reshape(out.shape[0], width)), cache
+        y = jax.vmap(self.o_proj)(out.reshape(out.shape[0], width))
+        return gqa.without_padding(y, positions, cache), cache
 
     def _to_heads(self, projection: eqx.nn.Linear, x: jax.Array, heads: int) -> jax.Array:
         """[T, features] to [T, heads, head_dim]."""

@@ -84,6 +84,21 @@ def check_rows(config: AttentionConfig, x: jax.Array, ranks: tuple[int, ...]) ->
         )
 
 
+def without_padding(rows: jax.Array, positions: Any, cache: KVCache | None) -> jax.Array:
+    """``rows`` [..., T, features] with 0 for padding, by selection, so that NaN does not pass.
+
+    For what goes into the projections and comes out of them: the gradient of a weight would take
+    0 times a row of padding, which is NaN where that is. Positions that do not fit are for
+    :func:`attend` to refuse.
+    """
+    if cache is None or positions is None:
+        return rows
+    positions = checks.as_positions(positions)
+    if positions.shape != rows.shape[:-1]:
+        return rows
+    return jnp.where((positions >= 0)[..., None], rows, jnp.zeros_like(rows))
+
+
 def empty_cache(config: AttentionConfig, slots: int, batch: int | None = None) -> KVCache:
     """A cache of ``slots`` slots, ``[B, S, Hk, D]``, or ``[S, Hk, D]`` where batch is None."""
     leading = () if batch is None else (batch,)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_fa import checks, partitioning, stacks
+
+Pair = tuple[jax.Array, jax.Array]  # of keys and of values
 
 
 def update_kv_cache(
@@ -51,22 +54,52 @@ def update_kv_cache(
     checks.check_cache_shapes(k_cache, v_cache, names, stacked)
     checks.check_new_rows(k, v, k_cache, stacked)
     checks.check_positions_shape(positions, k, "k")
-    at: tuple[jax.Array, ...] = ()
-    if stacked:
-        layers = k_cache.shape[0]
-        at = (stacks.clamped(checks.as_layer(layer, layers), layers),)
+    at = (checks.as_layer(layer, k_cache.shape[0]),) if stacked else ()
     caches = (k_cache, v_cache)
     if k_cache.shape[-3] == 0:
         return caches
-    return partitioning.write_over_explicit_axes(_scatter_rows, caches, (k, v), positions, at)
+    return _update(caches, (k, v), positions, at)
+
+
+# Compiled as a whole also where the caller does not use jit. Its name shows in profiles.
+@functools.partial(jax.jit, inline=True)
+def _update(caches: Pair, rows: Pair, positions: jax.Array, at: tuple[jax.Array, ...]) -> Pair:
+    if at:
+        at = (stacks.clamped(at[0], caches[0].shape[0]),)
+    return partitioning.write_over_explicit_axes(_write, caches, rows, positions, at)
+
+
+@jax.custom_jvp
+def _write(caches: Pair, rows: Pair, positions: jax.Array, at: tuple[jax.Array, ...]) -> Pair:
+    """_scatter_rows, which ``checkify.index_checks`` does not look into: rows may be dropped."""
+    return _opaque(_scatter_rows)(caches, rows, positions, at)
+
+
+@_write.defjvp
+def _write_jvp(primals: Any, tangents: Any) -> tuple[Pair, Pair]:
+    _, _, positions, at = primals
+    d_caches, d_rows, *_ = tangents
+    return _write(*primals), _scatter_rows(d_caches, d_rows, positions, at)
+
+
+def _opaque(write: Callable[..., Pair]) -> Callable[..., Pair]:
+    """``write`` as one operation, to interpreters of programs that have no rule for it.
+
+    A custom_vmap is; its rule is that of ``write`` itself.
+    """
+    call = jax.custom_batching.custom_vmap(write)
+
+    @call.def_vmap
+    def rule(size: int, mapped: Any, *operands: Any) -> tuple[Pair, tuple[bool, bool]]:
+        axes = jax.tree.map(lambda is_mapped: 0 if is_mapped else None, tuple(mapped))
+        return _opaque(jax.vmap(write, axes, axis_size=size))(*operands), (True, True)
+
+    return call
 
 
 def _scatter_rows(
-    caches: tuple[jax.Array, jax.Array],
-    rows: tuple[jax.Array, jax.Array],
-    positions: jax.Array,
-    at: tuple[jax.Array, ...],
-) -> tuple[jax.Array, jax.Array]:
+    caches: Pair, rows: Pair, positions: jax.Array, at: tuple[jax.Array, ...]
+) -> Pair:
     """Writes rows [B, T, Hk, D] into caches [B, S, Hk, D] at positions [B, T]; all or none have B.
 
     With the index of a layer in ``at``, into that layer of caches [L, B, S, Hk, D].
@@ -79,7 +112,7 @@ def _scatter_rows(
         # XLA makes a scatter of one row something else, which copies the caches where attention
         # reads them next. Of two rows, it does not; the second is dropped. Whatever the batch is:
         # devices may split it to one sequence each.
-        slot = jnp.concatenate([slot, jnp.full_like(slot, slots + 1)], axis=-1)
+        slot = jnp.concatenate([slot, jnp.full_like(slot, -2)], axis=-1)
         rows = (jnp.repeat(rows[0], 2, axis=-3), jnp.repeat(rows[1], 2, axis=-3))
     indices = jnp.stack([*(jnp.broadcast_to(i, slot.shape) for i in at), slot], axis=-1)
     slot_axis = len(at) + has_batch
@@ -108,17 +141,19 @@ def _scatter_rows(
 
 
 def _slots_to_write(positions: jax.Array, slots: int) -> jax.Array:
-    """The slot of each row [T], or one past the cache (S + t, all different) if it must be dropped.
+    """The slot of each row [T], or one before the cache (-1 - t, all different) if it is dropped.
 
     A scatter with repeated indices has no defined winner on a GPU, so the winner is settled first,
     by a maximum, which has one: ``last[s]`` is the highest row that names slot s.
     """
     t = jnp.arange(positions.shape[0], dtype=jnp.int32)
     outside = (positions < 0) | (positions >= slots)
-    dropped = slots + t
+    dropped = -1 - t  # and not past the cache, where S + t may be past int32 too
     slot = jnp.where(outside, dropped, positions)
     if positions.shape[0] == 1:
         return slot
-    last = jnp.full(slots, -1, jnp.int32).at[slot].max(t, mode="drop")
-    wins = last.at[slot].get(mode="fill", fill_value=-1) == t
+    last = jnp.full(slots, -1, jnp.int32)
+    last = last.at[slot].max(t, mode="drop", wrap_negative_indices=False)
+    winner = last.at[slot].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
+    wins = winner == t
     return jnp.where(wins, slot, dropped)

@@ -167,7 +167,8 @@ def _seen_keys(mask: Any, weights_shape: tuple[int, ...], is_causal: bool) -> An
             "(batch..., Hq, T, S)."
         )
     xp = np if known else jnp
-    seen = xp.broadcast_to(mask.reshape(shape) != 0, (*shape[:-1], slots))
+    mask = mask if mask.dtype == bool else mask != 0
+    seen = xp.broadcast_to(mask.reshape(shape), (*shape[:-1], slots))
     if is_causal:
         seen = seen & (xp.arange(slots) <= xp.arange(q_len)[:, None])
     return seen
@@ -191,7 +192,7 @@ def _prefixes(seen: Any) -> tuple[Any, Any]:
     # Of all heads the most, so that a row that any head shows something is no row of padding,
     # whose gradient would be 0 and not NaN.
     count = seen.sum(axis=-1, dtype=np.int32).max(axis=-2)  # [..., T or 1]
-    prefix = xp.arange(slots) < count[..., None, :, None]
+    prefix = xp.arange(slots, dtype=np.int32) < count[..., None, :, None]
     right = (seen == prefix).all(axis=-1)  # [..., Hq or 1, T or 1]
     if xp is jnp:
         return count - 1, jnp.swapaxes(right, -1, -2)[..., None]
@@ -288,7 +289,8 @@ class GroupedQueryAttention(nnx.Module):
             means padding. None without a cache: row t stands at t.
 
         Returns:
-          Shape of x. Rows of padding are 0, rows at or past the cache's end NaN.
+          Shape of x. Rows of padding are 0 and add nothing to any gradient, whatever they hold;
+          rows at or past the cache's end are NaN.
 
         Raises:
           TypeError: The block computes in another dtype than float32 and the cache's, or positions
@@ -297,10 +299,11 @@ class GroupedQueryAttention(nnx.Module):
             fit.
         """
         gqa.check_rows(self.config, x, (2, 3))
-        qkv = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         has_cache = self.cached_key is not None
         cache = gqa.KVCache(self.cached_key[...], self.cached_value[...]) if has_cache else None
+        x = gqa.without_padding(x, positions, cache)
+        qkv = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
         out, cache = gqa.attend(self.config, qkv, positions, cache)
         if cache is not None:
             self.cached_key[...], self.cached_value[...] = cache
-        return self.o_proj(out)
+        return gqa.without_padding(self.o_proj(out), positions, cache)

@@ -84,7 +84,7 @@ def _attend(
     scores = scale * jnp.einsum(
         "tgrd,sgd->tgrs", q_grouped, k.astype(jnp.float32), precision="highest"
     )
-    sees = jnp.arange(slots)[None] <= positions[:, None]  # [T, S]
+    sees = jnp.arange(slots, dtype=jnp.int32)[None] <= positions[:, None]  # [T, S]
     scores = jnp.where(sees[:, None, None, :], scores, -jnp.inf)
 
     row_max = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)

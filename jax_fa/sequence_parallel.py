@@ -91,10 +91,14 @@ def sequence_parallel_prefill_attention(
         return_lse=True,
         implementation=implementation,
     )
-    # Its transpose would be wrong (jax 0.10) where types do not tell what varies.
-    gather_to = "invarying" if varying_is_checked else "varying"
-    gather = functools.partial(jax.lax.all_gather, axis_name=axis_name, to=gather_to)
-    out, lse = _merge_over(axis_name, shards, gather, *state)
+    if 0 in call.q.shape[:2]:
+        # No rows; XLA gathers along no axis of length 0. Of q, the same on all devices.
+        out, lse = call.q, call.q[..., 0].astype(jnp.float32)
+    else:
+        # Its transpose would be wrong (jax 0.10) where types do not tell what varies.
+        gather_to = "invarying" if varying_is_checked else "varying"
+        gather = functools.partial(jax.lax.all_gather, axis_name=axis_name, to=gather_to)
+        out, lse = _merge_over(axis_name, shards, gather, *state)
     if call.unbatched:
         out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from serving import is_meant_to_serve
 
@@ -24,6 +25,46 @@ def pytest_report_header():
         f"kernels under test: {', '.join(KERNELS)}; CUDA code: {native.cuda_architectures}; "
         f"CPU code: {native.cpu_isa()}",
     ]
+
+
+class OfAnotherFramework:
+    """What a tensor of another framework shows of itself to numpy."""
+
+    def __init__(self, array):
+        self.array, self.dtype, self.shape = array, array.dtype, array.shape
+
+    def __array__(self, dtype=None, copy=None):
+        return self.array
+
+
+class AsJaxArray:
+    """What knows its own way to be a jax array."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __jax_array__(self):
+        return self.array
+
+
+def _made_under_x64(values):
+    with jax.enable_x64(True):
+        return jnp.asarray(values, jnp.int64)
+
+
+WIDE_ARRAYS = {
+    "numpy": lambda values: np.asarray(values, np.int64),
+    "x64": _made_under_x64,
+    "array": lambda values: OfAnotherFramework(np.asarray(values, np.int64)),
+    "jax_array": lambda values: AsJaxArray(_made_under_x64(values)),
+    "buffer": lambda values: memoryview(np.asarray(values, np.int64)),
+}
+
+
+@pytest.fixture(params=WIDE_ARRAYS)
+def wide_array(request):
+    """A maker of 64-bit integer arrays, of each kind that may reach a call without x64."""
+    return WIDE_ARRAYS[request.param]
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from bounds import assert_same_bits
 from jax.sharding import PartitionSpec as P
@@ -97,6 +98,46 @@ def test_slots_over_devices_unbatched_without_lse():
     )
     out = jax.jit(local)(*operands)
     assert_right([out[None]], [x[None] for x in operands])
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("layered", [False, True])
+@pytest.mark.parametrize("empty", ["tokens", "batch", "slots"])
+def test_nothing_over_devices_gives_nothing(empty, layered, check_vma):
+    q, k, v, positions = arrays(q_len=4, kv_len=64)
+    if empty == "tokens":
+        q, positions = q[:, :0], positions[:, :0]
+    elif empty == "batch":
+        q, k, v, positions = (x[:0] for x in (q, k, v, positions))
+    else:
+        k, v = k[:, :0], v[:, :0]
+    options = {"layer": 1} if layered else {}
+    if layered:
+        k, v = jnp.stack([k, k]), jnp.stack([v, v])
+    slots = P(*[None] * (1 + layered), "x")
+
+    def local(*operands):
+        return tuple(
+            sequence_parallel_prefill_attention(
+                *operands, axis_name="x", return_lse=True, **options
+            )
+        )
+
+    run = jax.jit(
+        jax.shard_map(
+            local,
+            mesh=mesh(x=DEVICES),
+            in_specs=(WHOLE, slots, slots, WHOLE),
+            out_specs=(WHOLE, WHOLE),
+            check_vma=check_vma,
+        )
+    )
+    out, lse = run(q, k, v, positions)
+    assert out.shape == q.shape and out.dtype == q.dtype
+    assert lse.shape == q.shape[:-1] and lse.dtype == jnp.float32
+    assert (np.asarray(out) == 0).all() and np.isneginf(np.asarray(lse)).all()
+    d_k = jax.grad(lambda k: jnp.sum(run(q, k, v, positions)[0]))(k)
+    assert d_k.shape == k.shape and (np.asarray(d_k) == 0).all()
 
 
 def test_sequence_parallel_errors():

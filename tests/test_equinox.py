@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bounds import assert_within
+from bounds import assert_same_bits, assert_within
 from scripts import run_script
 
 from jax_fa import gqa, native
@@ -180,3 +180,23 @@ def test_block_donated_writes_its_cache_in_place(kernel):
     before = cache.k.unsafe_buffer_pointer()
     _, after = step(block, blocks.rows(), cache, blocks.positions())
     assert cache.k.is_deleted() and after.k.unsafe_buffer_pointer() == before
+
+
+def test_what_padding_holds_reaches_no_gradient(kernel):
+    """NaN in the rows of x, and in the cotangents of their rows of y."""
+    block, x, positions = block_of(kernel), blocks.rows(), blocks.positions().at[1, 3:].set(-1)
+    real = (positions >= 0)[..., None]
+    cache = block.init_cache(blocks.SLOTS, batch=B)
+
+    def gradients(junk):
+        def loss(operands):
+            block, x = operands
+            y, _ = jax.vmap(block)(x, cache, positions)
+            return jnp.sum(jnp.where(real, 1.0, junk) * y**2)
+
+        return eqx.filter_grad(loss)((block, jnp.where(real, x, junk)))
+
+    got, want = jax.tree.leaves(gradients(jnp.nan)), jax.tree.leaves(gradients(0.0))
+    assert len(got) == len(want) == 5
+    for g, w in zip(got, want, strict=True):
+        assert_same_bits(g, w)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from bounds import assert_same_bits
+from cases import Case
 
 import jax_fa
 from jax_fa import prefill_attention, reference
@@ -242,3 +243,44 @@ def test_import_guard_explains_a_version_clash():
     for built, runtime in (((0, 4), (0, 3)), ((1, 0), (0, 9)), ((0, 1), (1, 1))):
         with pytest.raises(ImportError, match=rf"XLA FFI {built[0]}\.{built[1]}.*Upgrade jaxlib"):
             check_ffi_version(built, runtime)
+
+
+# Integers that int32 does not hold, where JAX would cut them down to it
+
+
+def test_positions_beyond_int32_are_clamped_in_any_array(wide_array):
+    q, k, v, _ = Case("wide", q_len=2, kv_len=9).arrays()
+    far, padding = wide_array([[2**32, 2**63 - 1]]), wide_array([[-(2**63), -(2**32) + 1]])
+    for function in (prefill_attention, reference.prefill_attention):
+        want = function(q, k, v, jnp.full((1, 2), 8))
+        np.testing.assert_array_equal(np.asarray(function(q, k, v, far)), np.asarray(want))
+        assert (np.asarray(function(q, k, v, padding)) == 0).all()
+    assert jax_fa.explain(q, k, v, far).kernel in jax_fa.available_kernels()
+
+
+def test_64_bit_positions_reach_a_jitted_call_whole():
+    q, k, v, _ = Case("wide", q_len=2, kv_len=9).arrays()
+    with jax.enable_x64(True):
+        far = jnp.asarray([[2**32, 2**63 - 1]], jnp.int64)
+    want = prefill_attention(q, k, v, jnp.full((1, 2), 8))
+    got = jax.jit(prefill_attention)(q, k, v, far)
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+
+
+@pytest.mark.parametrize(("index", "nearest"), [(2**32, 1), (-(2**32) + 1, 0)])
+def test_a_layer_beyond_int32_is_clamped(index, nearest):
+    q, k, v, positions = Case("wide", q_len=2, kv_len=9).arrays()
+    k, v = jnp.stack([k, -k]), jnp.stack([v, 2 * v])
+    with jax.enable_x64(True):
+        layer = jnp.asarray(index, jnp.int64)
+    want = prefill_attention(q, k, v, positions, layer=nearest)
+    got = prefill_attention(q, k, v, positions, layer=layer)
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+
+
+def test_floats_of_64_bits_are_no_positions():
+    q, k, v, _ = Case("wide", q_len=2, kv_len=9).arrays()
+    with jax.enable_x64(True):
+        floats = jnp.zeros((1, 2), jnp.float64)
+    with pytest.raises(TypeError, match="positions has dtype float64"):
+        prefill_attention(q, k, v, floats)

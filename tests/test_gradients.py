@@ -252,3 +252,30 @@ def test_a_16_bit_out_does_not_round_the_gradients(attention):
     exact = q.astype(jnp.float32)  # the reference then keeps out in float32
     want = np.asarray(jax.grad(loss(reference.prefill_attention))(exact), np.float32)
     assert np.linalg.norm(got - want) <= 2**-7 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("attention", [prefill_attention, reference.prefill_attention])
+def test_gradients_promote_no_dtype(attention, x64):
+    q, k, v, positions = Case("strict", q_len=3, kv_len=9).arrays()
+
+    def loss(q, k, v):
+        return jnp.sum(jnp.sin(attention(q, k, v, positions)))
+
+    want = jax.grad(loss, (0, 1, 2))(q, k, v)
+    with jax.enable_x64(x64), jax.numpy_dtype_promotion("strict"):
+        got = jax.grad(loss, (0, 1, 2))(q, k, v)
+    for g, w in zip(got, want, strict=True):
+        assert g.dtype == w.dtype
+        assert_close(g, w, tolerance("cpu", q.dtype, k.dtype))
+
+
+def test_gradients_of_gradients_promote_no_dtype():
+    q, k, v, positions = Case("strict", q_len=3, kv_len=9).arrays()
+
+    def inner(q):
+        return jnp.sum(jnp.sin(prefill_attention(q, k, v, positions)))
+
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        second = jax.grad(lambda q: jnp.sum(jnp.sin(jax.grad(inner)(q))))(q)
+    assert np.isfinite(np.asarray(second)).all()

@@ -8,8 +8,9 @@ import numpy as np
 import oracle
 import pytest
 from bounds import assert_same_bits
+from jax.experimental import checkify
 
-from jax_fa import prefill_attention, update_kv_cache
+from jax_fa import kv_cache, prefill_attention, update_kv_cache
 
 
 def make(
@@ -147,3 +148,84 @@ def test_one_row_lands_or_is_dropped(position):
         update_kv_cache(*caches, *rows, positions), caches, rows, strict=True
     ):
         assert_same_bits(new, by_loop(cache, row, positions))
+
+
+def test_positions_beyond_int32_are_dropped(wide_array):
+    (k_cache, v_cache), (k, v) = make(tokens=2)
+    far = wide_array([[2**32, -(2**63)], [2**63 - 1, -(2**32) + 1]])
+    new_k, new_v = update_kv_cache(k_cache, v_cache, k, v, far)
+    assert_same_bits(new_k, k_cache)
+    assert_same_bits(new_v, v_cache)
+
+
+def test_dropped_rows_stand_before_the_cache_however_long_it_is():
+    """Past its end, the indices of a cache near 2^31 slots would wrap, and displace other rows."""
+    positions = jnp.full(8300, -1, jnp.int32).at[:3].set(jnp.asarray([0, 7, 12]))
+    slot = np.asarray(kv_cache._slots_to_write(positions, 12))
+    assert slot[:2].tolist() == [0, 7]
+    assert (slot[2:] < 0).all() and len(set(slot.tolist())) == len(slot)
+
+
+@pytest.mark.parametrize("change", [lambda f: f, jax.jit, jax.vmap], ids=["eager", "jit", "vmap"])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_index_checks_raise_no_alarm_for_dropped_rows(tokens, change):
+    caches, rows = make(tokens=tokens)
+    positions = jnp.asarray(POSITIONS["dropped"], jnp.int32)[:, -tokens:]
+    checked = checkify.checkify(change(update_kv_cache), errors=checkify.index_checks)
+    error, got = checked(*caches, *rows, positions)
+    error.throw()
+    assert_same_bits(got[0], by_loop(caches[0], rows[0], positions))
+
+
+def test_index_checks_raise_no_alarm_for_one_row_of_one_sequence():
+    (k_cache, v_cache), (k, v) = make(batch=1, tokens=1)
+    checked = checkify.checkify(update_kv_cache, errors=checkify.index_checks)
+    error, _ = checked(k_cache[0], v_cache[0], k[0], v[0], jnp.asarray([3]))
+    error.throw()
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("layer", [None, 1])
+def test_an_eager_update_moves_nothing_to_the_device(tokens, layer):
+    caches, rows = make(tokens=tokens)
+    options = {}
+    if layer is not None:
+        caches = [jnp.stack([x, x]) for x in caches]
+        options = {"layer": jnp.int32(layer)}
+    positions = jnp.asarray(POSITIONS["dropped"], jnp.int32)[:, :tokens]
+    with jax.transfer_guard("disallow"):
+        update_kv_cache(*caches, *rows, positions, **options)
+
+
+def in_dense_algebra(cache, rows, positions):
+    """The update as a sum of products with one-hot rows; the last row that names a slot wins."""
+    named = positions[:, None, :] == jnp.arange(cache.shape[1])[:, None]  # [B, S, T]
+    later = jnp.cumsum(named[..., ::-1], axis=-1)[..., ::-1] - named
+    wins = (named & (later == 0)).astype(jnp.float32)
+    kept = cache.astype(jnp.float32) * (1 - wins.sum(axis=-1))[..., None, None]
+    return kept + jnp.einsum("bst,bthd->bshd", wins, rows, precision="highest")
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_derivatives_are_those_of_dense_algebra(name):
+    """Forwards and backwards: of rows that are kept, rows that are not, and untouched slots."""
+    caches, rows = make()
+    positions = jnp.asarray(POSITIONS[name], jnp.int32)
+    weights = jnp.arange(1.0, 1 + caches[0].size).reshape(caches[0].shape) / caches[0].size
+
+    def loss(k_cache, k):
+        new_k, _ = update_kv_cache(k_cache, caches[1], k, rows[1], positions)
+        return jnp.sum(weights * new_k.astype(jnp.float32))
+
+    def by_hand(k_cache, k):
+        return jnp.sum(weights * in_dense_algebra(k_cache, k, positions))
+
+    got, want = (jax.grad(f, (0, 1))(caches[0], rows[0]) for f in (loss, by_hand))
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_allclose(
+            np.asarray(g, np.float32), np.asarray(w, np.float32), rtol=2**-9, atol=0
+        )
+    tangents = (jnp.ones_like(caches[0]), jnp.ones_like(rows[0]))
+    primals = (caches[0], rows[0])
+    (_, got), (_, want) = (jax.jvp(f, primals, tangents) for f in (loss, by_hand))
+    np.testing.assert_allclose(float(got), float(want), rtol=1e-5)

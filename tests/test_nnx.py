@@ -303,3 +303,15 @@ def test_layer_refuses_dropout_only_while_it_drops(ours):
     assert_same_bits(got, layer(ours)(blocks.rows(), is_causal=True))
     with pytest.raises(ValueError, match="module is a MultiHeadAttention"):
         layer(ours)(blocks.rows(), is_causal=True, sow_weights=True)
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_masks_promote_no_dtype(ours, jitted):
+    q, k, v = (jnp.ones((B, T, 2, 8), dtype) for dtype in (jnp.float32, jnp.float16, jnp.float16))
+
+    def call(mask):
+        return ours(q, k.astype(q.dtype), v.astype(q.dtype), mask=mask, is_causal=True)
+
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        got = (jax.jit(call) if jitted else call)(CAUSAL)
+    assert (np.asarray(got) == 1).all()

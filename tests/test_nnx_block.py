@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bounds import assert_within
+from bounds import assert_same_bits, assert_within
 
 from jax_fa import gqa, native
 
@@ -128,3 +128,23 @@ def test_block_donated_writes_its_cache_in_place(kernel):
     before = block.cached_key[...].unsafe_buffer_pointer()
     step(block, blocks.rows(), blocks.positions())
     assert block.cached_key[...].unsafe_buffer_pointer() == before
+
+
+def test_what_padding_holds_reaches_no_gradient(kernel):
+    """NaN in the rows of x, and in the cotangents of their rows of y."""
+    x, positions = blocks.rows(), blocks.positions().at[1, 3:].set(-1)
+    real = (positions >= 0)[..., None]
+
+    def gradients(junk):
+        block = block_of(kernel)
+        block.init_cache(blocks.SLOTS, batch=B)
+
+        def loss(block, x):
+            return jnp.sum(jnp.where(real, 1.0, junk) * block(x, positions) ** 2)
+
+        return nnx.grad(loss, argnums=(0, 1))(block, jnp.where(real, x, junk))
+
+    got, want = jax.tree.leaves(gradients(jnp.nan)), jax.tree.leaves(gradients(0.0))
+    assert len(got) == len(want) == 5
+    for g, w in zip(got, want, strict=True):
+        assert_same_bits(g, w)

@@ -60,6 +60,19 @@ def test_merging_commutes_to_the_bit():
         assert_same_bits(x, y)
 
 
+def test_merging_commutes_to_the_bit_at_one_weight():
+    (out_a, lse), (out_b, _) = state(1), state(2)
+    merged, swapped = merge_states(out_a, lse, out_b, lse), merge_states(out_b, lse, out_a, lse)
+    for x, y in zip(merged, swapped, strict=True):
+        assert_same_bits(x, y)
+
+
+def test_an_eager_merge_moves_nothing_to_the_device():
+    a, b = state(1), state(2)
+    with jax.transfer_guard("disallow"):
+        merge_states(*a, *b)
+
+
 def test_far_apart_states_do_not_overflow():
     out, lse = state(3)
     merged = merge_states(out, lse + 1e4, -out, lse - 1e4)
