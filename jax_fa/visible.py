@@ -50,7 +50,7 @@ def visible_slots(
         of_rows = starts if starts.ndim == positions.ndim else starts[..., None]
         lo = jnp.maximum(lo, of_rows)
     if sliding_window is not None:
-        lo = jnp.maximum(lo, position - np.int32(min(sliding_window, _INT32_MAX) - 1))
+        lo = jnp.maximum(lo, position - np.int32(min(sliding_window - 1, _INT32_MAX)))
     some = lo < hi
     return Visible(jnp.where(some, lo, 0), jnp.where(some, hi, 0))
 
