@@ -11,12 +11,22 @@ import numpy as np
 from jax_fa import reference
 
 _compiled = partial(jax.jit, static_argnames=("scale", "return_lse"))(reference.prefill_attention)
+_compiled_with_options = partial(
+    jax.jit, static_argnames=("scale", "sliding_window", "logits_soft_cap")
+)(reference.attend)
 
 
-def attend(q, k, v, positions, *, scale=None, return_lse=False):
-    """``reference.prefill_attention`` of these arrays, computed on the CPU."""
+def attend(q, k, v, positions, *, scale=None, return_lse=False, **options):
+    """``reference.prefill_attention`` of these arrays, computed on the CPU.
+
+    With options (starts, sinks, sliding_window, logits_soft_cap) the arrays must have a batch axis.
+    """
     arrays = jax.device_put((q, k, v, positions), jax.devices("cpu")[0])
-    return _compiled(*arrays, scale=scale, return_lse=return_lse)
+    if not options:
+        return _compiled(*arrays, scale=scale, return_lse=return_lse)
+    scale = np.float32(q.shape[-1] ** -0.5 if scale is None else scale)
+    results = _compiled_with_options(*arrays, scale=scale, **options)
+    return results if return_lse else results[0]
 
 
 def interval(position, start, window, slots):

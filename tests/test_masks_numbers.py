@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from bounds import assert_same_bits
+from bounds import assert_same_bits, assert_within, lse_bound, output_bound
+from cases import MASKS, Case
 
 from jax_fa import backward, prefill_attention, reference
 from jax_fa.visible import seen_by_any, visible_slots
@@ -204,6 +205,26 @@ def test_the_reference_and_the_gradients_are_those_of_the_definition(seed):
     assert not np.asarray(got[0])[empty].any()
     for gradient in got[1:3]:
         assert not np.asarray(gradient)[~case.seen.any(axis=1)].any()
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_the_bounds_hold_the_reference_to_the_definition(mask):
+    case = Case("masked", batch=2, q_len=40, n_past=90, head_dim=16, placement="anywhere")
+    operands, options = case.arrays(), mask.options(case)
+    q, k, v, positions = operands
+    got = oracle.attend(*operands, return_lse=True, **options)
+    seen = oracle.sees(
+        positions,
+        case.slots,
+        starts=options.get("starts"),
+        sliding_window=options.get("sliding_window"),
+    )
+    of_scores = {n: options[n] for n in ("logits_soft_cap", "sinks") if n in options}
+    kv = (x.astype(jnp.float32) for x in (k, v))
+    want = oracle.define(q, *kv, jnp.asarray(seen), scale=0.25, **of_scores)
+    bounds = output_bound("cpu", *operands, **options), lse_bound("cpu", q, k, **options)
+    for a, b, bound, what in zip(got, want, bounds, ("out", "lse"), strict=True):
+        assert_within(a, b, bound, what)
 
 
 @pytest.mark.parametrize("seed", [100, 101])
