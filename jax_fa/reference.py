@@ -9,8 +9,10 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_fa import checks, stacks
+from jax_fa.visible import Visible, visible_slots
 
 
 class CallOptions(TypedDict, total=False):
@@ -60,43 +62,75 @@ def prefill_attention(
     float32, the result rounded once to q's dtype. ``chunk_invariant`` changes nothing here.
     """
     call = checks.check_call(q, k, v, positions, **options)
-    q, k, v, positions, layer = call.operands
-    if layer is not None:
-        k, v = (stacks.layer_of(x, layer) for x in (k, v))
-    # Not vmap: it would turn the choice in _weighted_values into computing both sides.
-    out, lse = jax.lax.map(
-        lambda sequence: _attend(*sequence, scale=call.options.scale),
-        (q, k, v, positions),
-    )
+    operands = call.operands
+    if operands.layer is not None:
+        operands = stacks.without_layer(operands)
+    out, lse = attend(*operands[:4], scale=call.options.scale)
     if call.unbatched:
         out, lse = out[0], lse[0]
     return (out, lse) if checks.as_flag("return_lse", return_lse) else out
 
 
-def _attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, *, scale: float
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    positions: jax.Array,
+    *,
+    scale: float,
+    starts: jax.Array | None = None,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """One sequence: q [T, Hq, D], k, v [S, Hk, D], positions [T] -> out [T, Hq, D], lse [T, Hq]."""
+    """out and lse of checked, batched operands without layers."""
+    visible = visible_slots(positions, k.shape[1], starts=starts, sliding_window=sliding_window)
+
+    def sequence(operands: Any) -> tuple[jax.Array, jax.Array]:
+        return _attend(*operands, scale=scale, cap=logits_soft_cap, sinks=sinks)
+
+    # Not vmap: it would turn the choice in _weighted_values into computing both sides.
+    return jax.lax.map(sequence, (q, k, v, visible))
+
+
+def _attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    visible: Visible,
+    *,
+    scale: float,
+    cap: float | None,
+    sinks: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """One sequence: q [T, Hq, D], k, v [S, Hk, D], visible [T] -> out [T, Hq, D], lse [T, Hq]."""
     tokens, q_heads, head_dim = q.shape
     slots, kv_heads = k.shape[:2]
     # r: the query heads of one kv head.
-    q_grouped = q.astype(jnp.float32).reshape(tokens, kv_heads, q_heads // kv_heads, head_dim)
+    heads = (kv_heads, q_heads // kv_heads)
+    q_grouped = q.astype(jnp.float32).reshape(tokens, *heads, head_dim)
     scores = scale * jnp.einsum(
         "tgrd,sgd->tgrs", q_grouped, k.astype(jnp.float32), precision="highest"
     )
-    sees = jnp.arange(slots, dtype=jnp.int32)[None] <= positions[:, None]  # [T, S]
+    if cap is not None:
+        scores = np.float32(cap) * jnp.tanh(scores / np.float32(cap))
+    sees = visible.sees(jnp.arange(slots, dtype=jnp.int32))  # [T, S]
     scores = jnp.where(sees[:, None, None, :], scores, -jnp.inf)
 
-    row_max = jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf)
+    # A sink is one more column, of value 0: it counts in the maximum and in the sum.
+    sink = jnp.full(heads, -jnp.inf) if sinks is None else sinks.reshape(heads)
+    sink = sink.astype(jnp.float32)[None, :, :, None]
+    row_max = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True, initial=-jnp.inf), sink)
     anchor = jnp.where(jnp.isneginf(row_max), 0.0, row_max)
     probs = jnp.exp(scores - anchor)
-    row_sum = jnp.sum(probs, axis=-1, keepdims=True)
-    empty = row_sum == 0
-    probs = probs / jnp.where(empty, 1.0, row_sum)
+    row_sum = jnp.sum(probs, axis=-1, keepdims=True) + jnp.exp(sink - anchor)
+    nothing = row_sum == 0
+    row_sum = jnp.where(nothing, 1.0, row_sum)
+    lse = jnp.where(nothing, -jnp.inf, anchor + jnp.log(row_sum))
 
-    out = _weighted_values(probs, v.astype(jnp.float32), sees)
+    out = _weighted_values(probs / row_sum, v.astype(jnp.float32), sees)
+    empty = nothing | (visible.hi == 0)[:, None, None, None]
     out = jnp.where(empty, 0.0, out).reshape(q.shape).astype(q.dtype)
-    lse = jnp.where(empty, -jnp.inf, anchor + jnp.log(jnp.where(empty, 1.0, row_sum)))
     return out, lse.reshape(tokens, q_heads)
 
 

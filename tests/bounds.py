@@ -12,6 +12,10 @@ A score error of delta moves softmax weights by a factor within exp(+-2 delta), 
 most ``2 delta * sum_s p_s |v_s|`` to first order. float32 arithmetic adds ``(D + S)`` roundings of
 2^-24 in the worst case, relative to the same sums. Kernel and reference both round the result to
 q's dtype: one unit in the last place apart at most.
+
+A soft cap's slope is at most 1, so a score moves no further for it, but for the cap's own
+arithmetic: at most 1e-5 of the cap. A sink is one more score, without a rounding of its own, whose
+value is 0.
 """
 
 from __future__ import annotations
@@ -49,26 +53,34 @@ def _score_scale(q: jnp.ndarray, k: jnp.ndarray, scale: float) -> tuple[np.ndarr
     )
 
 
-def output_bound(kernel, q, k, v, positions, scale=None):
-    """Elementwise bound on |kernel - reference|, like out: [B, T, Hq, D] float32."""
+def _cap_error(options):
+    """How far a soft cap may move a score, beside what the score moves before it."""
+    return 1e-5 * (options.get("logits_soft_cap") or 0.0)
+
+
+def output_bound(kernel, q, k, v, positions, scale=None, **options):
+    """Elementwise bound on |kernel - reference|, like out: [B, T, Hq, D] float32.
+
+    ``options``: starts, sinks, sliding_window, logits_soft_cap, as for ``oracle.attend``.
+    """
     head_dim, slots = q.shape[-1], k.shape[1]
     scale = head_dim**-0.5 if scale is None else scale
     rms, total = _score_scale(q, k, scale)
     u32 = _UNIT_ROUNDOFF["float32"]
-    delta = head_dim * u32 * total
+    delta = head_dim * u32 * total + _cap_error(options)
     roundings = (slots + 16) * u32
     if kernel in MATRIX_UNIT_KERNELS:
         u16 = _UNIT_ROUNDOFF[str(k.dtype)]
         delta = delta + _LAMBDA * u16 * rms
         roundings = roundings + u16
     weighted = np.asarray(
-        oracle.attend(q.astype(jnp.float32), k, jnp.abs(v), positions, scale=scale)
+        oracle.attend(q.astype(jnp.float32), k, jnp.abs(v), positions, scale=scale, **options)
     )
     u_out = 0.0 if q.dtype == jnp.float32 else 2 * _UNIT_ROUNDOFF[str(q.dtype)]
     return weighted * (2 * delta[..., None] + roundings + u_out) + 1e-7
 
 
-def lse_bound(kernel, q, k, scale=None):
+def lse_bound(kernel, q, k, scale=None, **options):
     """Elementwise bound on |kernel - reference| of lse, [B, T, Hq] float32.
 
     lse is a smooth maximum of the scores: it moves by at most delta, plus the roundings of the sum
@@ -78,7 +90,9 @@ def lse_bound(kernel, q, k, scale=None):
     scale = head_dim**-0.5 if scale is None else scale
     rms, total = _score_scale(q, k, scale)
     u32 = _UNIT_ROUNDOFF["float32"]
-    bound = head_dim * u32 * total + (slots + 16) * u32 + 4 * u32 * (total + np.log(slots + 1))
+    sinks = np.asarray(options.get("sinks", 0.0), np.float32)
+    size = total + np.where(np.isfinite(sinks), np.abs(sinks), 0) + np.log(slots + 1)
+    bound = head_dim * u32 * total + (slots + 16) * u32 + 4 * u32 * size + _cap_error(options)
     if kernel in MATRIX_UNIT_KERNELS:
         bound = bound + _LAMBDA * _UNIT_ROUNDOFF[str(k.dtype)] * rms
     return bound + 1e-7

@@ -180,3 +180,47 @@ CASES: list[Case] = [
 
 BY_NAME = {case.name: case for case in CASES}
 assert len(BY_NAME) == len(CASES), "two cases share a name"
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Options of a call, for any case; see :meth:`options`."""
+
+    name: str
+    starts: str = ""  # "sequences": one a sequence; "rows": one a row; "": none
+    sliding_window: int | None = None
+    logits_soft_cap: float | None = None
+    sinks: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+    def options(self, case: Case) -> dict[str, object]:
+        """Keywords of ``prefill_attention``: only the options that are there."""
+        rng = np.random.default_rng(case.seed + 2)
+        found: dict[str, object] = {}
+        if self.starts:
+            shape = (case.batch, case.q_len) if self.starts == "rows" else (case.batch,)
+            starts = rng.integers(-5, max(1, case.slots // 2), shape, dtype=np.int32)
+            found["starts"] = jnp.asarray(starts)
+        for option in ("sliding_window", "logits_soft_cap"):
+            if getattr(self, option) is not None:
+                found[option] = getattr(self, option)
+        if self.sinks:
+            sinks = rng.standard_normal(case.q_heads).astype(np.float32)
+            sinks[-1] = -np.inf
+            found["sinks"] = jnp.asarray(sinks)
+        return found
+
+
+MASKS: list[Mask] = [
+    Mask("left_padded", starts="sequences"),
+    Mask("documents", starts="rows"),
+    Mask("window_1", sliding_window=1),
+    Mask("window_tile_plus_one", sliding_window=65),
+    Mask("cap", logits_soft_cap=3.0),
+    Mask("sinks", sinks=True),
+    Mask("gpt_oss", sliding_window=128, sinks=True),
+    Mask("gemma_2", starts="sequences", sliding_window=100, logits_soft_cap=50.0),
+    Mask("everything", starts="rows", sliding_window=70, logits_soft_cap=2.0, sinks=True),
+]

@@ -38,7 +38,9 @@ class Variant:
 
 def _built() -> dict[str, Variant]:
     """The rows of cuda/hopper/builds.def: what the library has, by name."""
-    rows = re.findall(r"^BUILD\((\w+), (\d+), ([\w<>]+), \w+, \w+\)$", TABLE.read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^BUILD\((\w+), (\d+), ([\w<>]+), \w+, \w+\)$", TABLE.read_text(), re.MULTILINE
+    )
     return {name: Variant(int(head_dim), tuning) for name, head_dim, tuning in rows}
 
 
