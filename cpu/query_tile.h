@@ -20,8 +20,7 @@ struct QueryRow {
 };
 
 struct QueryTile {
-  const QueryRow*
-      rows;  // [row_count], in any order; fastest with both ends of what is seen growing
+  const QueryRow* rows;  // [row_count], any order; fastest where both ends of what is seen grow
   int64_t row_count;
   int32_t begin;  // all slots that a row of the tile sees lie in [begin, end)
   int32_t end;

@@ -83,8 +83,9 @@ struct Row {
   int64_t head_dim;
   Visible visible;
   float scale;
-  float cap;   // 0: none
-  float sink;  // -inf: none
+  float cap;          // 0: none
+  float inverse_cap;  // since a division beside tanhf spills on sm_80
+  float sink;         // -inf: none
 };
 
 template <typename QT, typename KvT>
@@ -105,6 +106,7 @@ __device__ Row<QT, KvT> LocateRow(const AttentionParams& params, int64_t row) {
   r.visible = VisibleSlots(params, sequence, token % params.q_len);
   r.scale = params.scale;
   r.cap = params.logits_soft_cap;
+  r.inverse_cap = 1.0f / r.cap;
   r.sink = SinkLogit(params, sequence, q_head);
   return r;
 }
@@ -112,7 +114,7 @@ __device__ Row<QT, KvT> LocateRow(const AttentionParams& params, int64_t row) {
 template <typename QT, typename KvT>
 __device__ float Score(const Row<QT, KvT>& row, int64_t slot) {
   const float score = row.scale * Dot(row.q, row.k + slot * row.slot_pitch, row.head_dim);
-  return row.cap > 0.0f ? row.cap * tanhf(score / row.cap) : score;
+  return row.cap > 0.0f ? row.cap * tanhf(score * row.inverse_cap) : score;
 }
 
 // Columns column_begin .. column_begin + kColumnsPerPass of one row of out.
