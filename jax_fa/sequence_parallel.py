@@ -93,7 +93,7 @@ def sequence_parallel_prefill_attention(
     )
     if 0 in call.operands.q.shape[:2]:
         # No rows; XLA gathers along no axis of length 0. Of q, the same on all devices.
-        out, lse = call.operands.q, call.q[..., 0].astype(jnp.float32)
+        out, lse = call.operands.q, call.operands.q[..., 0].astype(jnp.float32)
     else:
         # Its transpose would be wrong (jax 0.10) where types do not tell what varies.
         gather_to = "invarying" if varying_is_checked else "varying"
