@@ -151,6 +151,9 @@ struct Config : Tuning {
   static constexpr int kProbRegisters = Tuning::kTileKV / 4;
   static constexpr int kOutRegisters = kHeadDim / 2;
 
+  static_assert(!Tuning::kHasCap || Tuning::kHasBounds, "a soft cap comes with lower bounds");
+  static_assert(!(Tuning::kHasBounds && Tuning::kSharesSlots),
+                "shares of slots are not described with lower bounds");
   static_assert(kHeadDim % kSwizzleColumns == 0, "a tile is made of 64-column panels");
   static_assert(kKvPanelBytes % 1024 == 0, "a swizzled panel starts at a multiple of 1024 bytes");
   static_assert(Tuning::kTileKV % 16 == 0, "P.V multiplies 16 slots at a time");

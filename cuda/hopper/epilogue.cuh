@@ -61,14 +61,14 @@ __device__ __forceinline__ void FinishSums(const Seat<C>& seat, const RowState& 
   }
 }
 
-// Divides the output by its rows' sums, and makes exact zeros of empty rows, and of rows all of
-// whose scores are -inf, whatever the v that they see.
+// Divides the output by its rows' sums, and makes empty rows exact zeros; in builds with lower
+// bounds also rows all of whose scores are -inf, whatever the v that they see.
 template <typename C>
 __device__ __forceinline__ void FinishRows(const Seat<C>& seat, const float (&inverse)[2],
                                            float (&out)[C::kOutRegisters]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const bool empty = seat.Visible()[8 * r] == 0 || inverse[r] == 0.0f;
+    const bool empty = seat.Visible()[8 * r] == 0 || (C::kHasBounds && inverse[r] == 0.0f);
 #pragma unroll
     for (int i = 0; i < C::kOutRegisters / 2; ++i) {
       float& value = out[i / 2 * 4 + 2 * r + i % 2];

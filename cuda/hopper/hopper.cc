@@ -3,6 +3,7 @@
 #include "cuda/hopper/hopper.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <initializer_list>
 
@@ -45,6 +46,12 @@ std::string HopperRefusal(const AttentionProblem& problem, ComputeCapability cc)
   if (!(problem.scale > 0.0f)) {
     return "scale is " + std::to_string(problem.scale) +
            "; hopper finds the row maximum before scaling, which takes a positive one";
+  }
+  if (problem.logits_soft_cap > 0.0f &&
+      !(std::isfinite(problem.logits_soft_cap * static_cast<float>(M_LOG2E)) &&
+        std::isfinite(std::max(problem.scale, 1.0f) / problem.logits_soft_cap))) {
+    return "logits_soft_cap is " + std::to_string(problem.logits_soft_cap) +
+           "; hopper computes scale / cap and cap * log2(e) in float32, which must be finite";
   }
   if (!FitsTensorMap(problem.q_len, problem.q_heads, problem.head_dim) ||
       !FitsTensorMap(problem.kv_len, problem.kv_heads, problem.head_dim)) {

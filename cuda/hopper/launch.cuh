@@ -125,8 +125,13 @@ KernelParams MakeKernelParams(const AttentionParams& params, int sm_count, int l
   return p;
 }
 
+// Shared memory of an SM, of which each block takes 1 KB more than it asks for.
+constexpr size_t kSharedBytesOfSm = 233472;
+
 template <typename C>
 cudaError_t Launch(const AttentionParams& params, cudaStream_t stream) {
+  static_assert((sizeof(SharedStorage<C>) + 1024) * C::kBlocksPerSm <= kSharedBytesOfSm,
+                "the blocks that an SM is meant to hold do not fit");
   int device = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;

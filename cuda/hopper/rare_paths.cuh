@@ -108,9 +108,13 @@ __device__ __forceinline__ void ScaleOutput(const float (&factor)[2],
 template <typename C>
 __device__ __forceinline__ void AddUnfiniteSlots(const Seat<C>& seat,
                                                  float (&out)[C::kOutRegisters]) {
+  const int32_t visible[2] = {seat.Visible()[0], seat.Visible()[8]};
+  int32_t lo[2] = {0, 0};
   const int32_t whole_end = seat.Tile().whole_tiles * C::kTileKV;
   int32_t whole_begin = 0;
   if constexpr (C::kHasBounds) {
+    lo[0] = seat.Lo()[0];
+    lo[1] = seat.Lo()[8];
     whole_begin = seat.shared.lower.whole_begin[seat.info_stage] * C::kTileKV;
   }
 #pragma unroll 1
@@ -126,7 +130,7 @@ __device__ __forceinline__ void AddUnfiniteSlots(const Seat<C>& seat,
           Unpack2<typename C::Element>(*reinterpret_cast<const uint32_t*>(v_row + column));
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        if (!seat.Sees(r, slot)) continue;
+        if (slot >= visible[r] || (C::kHasBounds && slot < lo[r])) continue;
         if (!isfinite(pair.x)) out[4 * i + 2 * r] += pair.x;
         if (!isfinite(pair.y)) out[4 * i + 2 * r + 1] += pair.y;
       }

@@ -32,13 +32,6 @@ struct Seat {
     if constexpr (C::kHasBounds) return &shared.lower.lo[info_stage][Row()];
     return nullptr;
   }
-  // Whether row r of the thread's two sees `slot`, which is below the tile's kv_end.
-  __device__ bool Sees(int r, int32_t slot) const {
-    if constexpr (C::kHasBounds) {
-      if (slot < Lo()[8 * r]) return false;
-    }
-    return slot < Visible()[8 * r];
-  }
   __device__ int32_t QSequence() const { return shared.q_sequence[info_stage]; }
   __device__ bool Exists(int row) const { return RowExists<C>(params, Tile().q_start, row); }
   // Row of q, out and lse in device memory of row `row` of the tile.
