@@ -28,10 +28,14 @@ struct CallBuffers {
   // int32, one element. k and v then have exactly the axes
   // [stacks, layers, layer_batch, kv_len, kv_heads, head_dim], and batch is stacks * layer_batch.
   std::optional<ffi::AnyBuffer> layer = std::nullopt;
+  std::optional<ffi::AnyBuffer> starts = std::nullopt;  // [batch...] or [batch..., q_len] int32
+  std::optional<ffi::AnyBuffer> sinks = std::nullopt;   // [q_heads] or [batch..., q_heads] float32
 
   // Where the optional operand of this name goes; null: there is none of this name.
   std::optional<ffi::AnyBuffer>* Find(std::string_view name) {
     if (name == "layer") return &layer;
+    if (name == "starts") return &starts;
+    if (name == "sinks") return &sinks;
     return nullptr;
   }
 };
@@ -174,6 +178,12 @@ ffi::Error CheckDTypes(const CallBuffers& b, AttentionParams* params) {
   if (b.layer && b.layer->element_type() != ffi::DataType::S32) {
     return Invalid("layer must be int32.");
   }
+  if (b.starts && b.starts->element_type() != ffi::DataType::S32) {
+    return Invalid("starts must be int32.");
+  }
+  if (b.sinks && b.sinks->element_type() != ffi::DataType::F32) {
+    return Invalid("sinks must be float32.");
+  }
   if (b.out.element_type() != b.q.element_type()) return Invalid("out and q differ in dtype.");
   if (b.lse && b.lse->element_type() != ffi::DataType::F32) return Invalid("lse must be float32.");
   params->q_dtype = *q_dtype;
@@ -198,6 +208,31 @@ ffi::Error CheckStack(const CallBuffers& b, AttentionParams* params) {
   }
   params->layers = k[1];
   params->layer_batch = k[2];
+  return ffi::Error::Success();
+}
+
+// Starts and sinks, which may or may not have one of their axes.
+ffi::Error CheckMasks(const CallBuffers& b, AttentionParams* params) {
+  const Dims q = b.q.dimensions();
+  if (b.starts) {
+    const Dims starts = b.starts->dimensions();
+    params->starts_by_row = Equal(starts, Dims(q.begin(), q.size() - 2));
+    if (!params->starts_by_row && !Equal(starts, Dims(q.begin(), q.size() - 3))) {
+      return Invalid("starts has shape ", ToString(starts), ", q has ", ToString(q),
+                     "; it must have one number a sequence, or one a token.");
+    }
+  }
+  if (b.sinks) {
+    const Dims sinks = b.sinks->dimensions();
+    const bool of_heads = sinks.size() >= 1 && sinks[sinks.size() - 1] == params->q_heads;
+    params->sinks_by_sequence = sinks.size() > 1;
+    if (!of_heads || (params->sinks_by_sequence && !SameBatch(q, 3, sinks, 1))) {
+      return Invalid("sinks has shape ", ToString(sinks), ", q has ", ToString(q),
+                     "; it must have one number a query head, for all sequences or for each.");
+    }
+  }
+  params->has_starts = b.starts.has_value();
+  params->has_sinks = b.sinks.has_value();
   return ffi::Error::Success();
 }
 
@@ -251,6 +286,22 @@ ffi::Error CheckShapes(const CallBuffers& b, AttentionParams* params) {
     return Invalid("lse has shape ", ToString(b.lse->dimensions()), "; q's less its last axis, ",
                    ToString(q), ", is needed.");
   }
+  return CheckMasks(b, params);
+}
+
+// Of what is compiled into the call; the scale of a call without one has been set.
+ffi::Error CheckOptions(const AttentionParams& params) {
+  if (!std::isfinite(params.scale)) {
+    return Invalid("scale is ", params.scale, "; it must be finite.");
+  }
+  if (params.sliding_window < 0) {
+    return Invalid("sliding_window is ", params.sliding_window,
+                   "; it must be at least 1, or 0 for none.");
+  }
+  if (!std::isfinite(params.logits_soft_cap) || params.logits_soft_cap < 0) {
+    return Invalid("logits_soft_cap is ", params.logits_soft_cap,
+                   "; it must be finite and above 0, or 0 for none.");
+  }
   return ffi::Error::Success();
 }
 
@@ -266,6 +317,8 @@ ffi::Error Decode(const CallFrame& frame, std::string_view default_operands, Cal
   attributes.Read("implementation", &implementation);
   attributes.Read("scale", &params.scale);
   attributes.Read("chunk_invariant", &params.chunk_invariant);
+  attributes.Read("sliding_window", &params.sliding_window);
+  attributes.Read("logits_soft_cap", &params.logits_soft_cap);
   if (ffi::Error error = attributes.Finish(); error.failure()) return error;
   call->implementation = implementation;
 
@@ -277,9 +330,7 @@ ffi::Error Decode(const CallFrame& frame, std::string_view default_operands, Cal
   if (!frame.attributes.contains("scale")) {
     params.scale = static_cast<float>(1.0 / std::sqrt(static_cast<double>(params.head_dim)));
   }
-  if (!std::isfinite(params.scale)) {
-    return Invalid("scale is ", params.scale, "; it must be finite.");
-  }
+  if (ffi::Error error = CheckOptions(params); error.failure()) return error;
   const auto data = [](const std::optional<ffi::AnyBuffer>& buffer) {
     return buffer ? buffer->untyped_data() : nullptr;
   };
@@ -288,6 +339,8 @@ ffi::Error Decode(const CallFrame& frame, std::string_view default_operands, Cal
   params.v = buffers.v.untyped_data();
   params.positions = static_cast<const int32_t*>(buffers.positions.untyped_data());
   params.layer = static_cast<const int32_t*>(data(buffers.layer));
+  params.starts = static_cast<const int32_t*>(data(buffers.starts));
+  params.sinks = static_cast<const float*>(data(buffers.sinks));
   params.out = buffers.out.untyped_data();
   params.lse = static_cast<float*>(data(buffers.lse));
   return ffi::Error::Success();

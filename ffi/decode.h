@@ -22,10 +22,13 @@ inline constexpr char kLayerOperand[] = "layer";
 // Operands: q, k, v, positions, then the optional ones that the attribute `operands` names, in its
 // order. Results: out, and lse where it is wanted. Their shapes are in decode.cc. Attributes, each
 // with the default of jax_fa.prefill_attention:
-//   operands         string: names of optional operands, a space between them; "layer" is one
+//   operands         string: names of optional operands, a space between them: of "layer",
+//                    "starts", "sinks"
 //   implementation   string: a kernel's name; empty: the best one that serves
 //   scale            float32, finite
 //   chunk_invariant  bool: contract C5
+//   sliding_window   int32, at least 1; 0, or absent: none
+//   logits_soft_cap  float32, finite, above 0; 0, or absent: none
 struct CallFrame {
   xla::ffi::RemainingArgs operands;
   xla::ffi::RemainingRets results;

@@ -77,7 +77,11 @@ void BindProblem(nb::module_& m) {
       .def_rw("q_dtype", &AttentionProblem::q_dtype)
       .def_rw("kv_dtype", &AttentionProblem::kv_dtype)
       .def_rw("scale", &AttentionProblem::scale)
-      .def_rw("chunk_invariant", &AttentionProblem::chunk_invariant);
+      .def_rw("chunk_invariant", &AttentionProblem::chunk_invariant)
+      .def_rw("sliding_window", &AttentionProblem::sliding_window)
+      .def_rw("logits_soft_cap", &AttentionProblem::logits_soft_cap)
+      .def_rw("has_starts", &AttentionProblem::has_starts)
+      .def_rw("has_sinks", &AttentionProblem::has_sinks);
 }
 
 }  // namespace

@@ -17,6 +17,10 @@ class AttentionProblem:
     kv_dtype: DType
     scale: float
     chunk_invariant: bool
+    sliding_window: int
+    logits_soft_cap: float
+    has_starts: bool
+    has_sinks: bool
     def __init__(self) -> None: ...
 
 max_kv_len: int

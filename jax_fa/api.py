@@ -19,7 +19,11 @@ def prefill_attention(
     positions: jax.typing.ArrayLike,
     *,
     layer: jax.typing.ArrayLike | None = None,
+    starts: jax.typing.ArrayLike | None = None,
+    sinks: jax.typing.ArrayLike | None = None,
     scale: float | None = None,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
     return_lse: Literal[False] = False,
     chunk_invariant: bool = True,
     implementation: str | None = None,
@@ -34,7 +38,11 @@ def prefill_attention(
     positions: jax.typing.ArrayLike,
     *,
     layer: jax.typing.ArrayLike | None = None,
+    starts: jax.typing.ArrayLike | None = None,
+    sinks: jax.typing.ArrayLike | None = None,
     scale: float | None = None,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
     return_lse: Literal[True],
     chunk_invariant: bool = True,
     implementation: str | None = None,
@@ -48,16 +56,22 @@ def prefill_attention(
     positions: Any,
     *,
     layer: Any = None,
+    starts: Any = None,
+    sinks: Any = None,
     scale: float | None = None,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
     return_lse: bool = False,
     chunk_invariant: bool = True,
     implementation: str | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Masked grouped-query softmax attention of query tokens against a preallocated KV cache.
 
-    Row t of sequence b sees exactly the cache slots ``0 <= s <= min(positions[b, t], S - 1)``:
-    positions are data, so one compiled program serves a whole prompt, any chunk of one, a padded
-    batch or a speculative tree. What lies in slots that no row sees (NaN included) changes nothing.
+    Row t of sequence b, at position ``p = positions[b, t]``, sees exactly the cache slots
+    ``max(0, start, p - W + 1) <= s <= min(p, S - 1)``, start and W being those of ``starts`` and
+    ``sliding_window``. Positions and starts are data, so one compiled program serves a whole
+    prompt, any chunk of one, a padded batch, packed documents or a speculative tree. What lies in
+    slots that no row sees (NaN included) changes nothing.
 
     Args:
       q: Queries, ``[B, T, Hq, D]`` or ``[T, Hq, D]``; float32, or the cache's dtype.
@@ -71,7 +85,15 @@ def prefill_attention(
         like positions it may be data, such as the counter of a ``lax.scan`` over layers. Nothing
         is cut out of the stack or copied. A number outside ``0 .. L - 1`` is an error; data are
         clamped to it, as by ``lax.dynamic_slice``.
+      starts: ``[B]`` or ``[B, T]`` (unbatched: one number, or ``[T]``), integers: the first slot
+        that a sequence, or a row, may see. Any value; what is negative hides nothing.
+      sinks: ``[Hq]``, floating: a logit for each query head that joins the softmax of its rows,
+        with the value 0. It is not scaled, capped or masked; -inf stands for none.
       scale: Factor on q·k, a finite Python number; by default ``1 / sqrt(D)``.
+      sliding_window: W, a Python integer, at least 1: a row at p sees at most the W slots
+        ``p - W + 1 .. p``, itself included.
+      logits_soft_cap: A Python number above 0: scores become ``cap * tanh(scores / cap)``, after
+        the scale and before the mask and the sinks.
       return_lse: Whether to return the log-sum-exp too.
       chunk_invariant: If True, a row's bits depend on that row and its cache alone, not on T, B,
         the chunking or its neighbours. False lets a kernel choose its tiles, and share out the
@@ -80,25 +102,37 @@ def prefill_attention(
         :func:`jax_fa.explain` lists them.
 
     Returns:
-      ``out``, shape and dtype of q; rows with a negative position are exactly 0. With
-      ``return_lse=True``, ``(out, lse)``: lse is float32 ``[B, T, Hq]`` or ``[T, Hq]``, the natural
-      logarithm of the sum of ``exp(scale * q·k)`` over the slots seen, -inf where there are none.
+      ``out``, shape and dtype of q; rows that see no slot (a negative position, a start beyond it)
+      are exactly 0. With ``return_lse=True``, ``(out, lse)``: lse is float32 ``[B, T, Hq]`` or
+      ``[T, Hq]``, the natural logarithm of the sum of ``exp(score)`` over the slots seen and the
+      sink, -inf where there are none.
 
     Raises:
       TypeError: A dtype is not served, or an argument is not an array or not static.
-      ValueError: Shapes do not fit each other, scale is not finite, or ``implementation`` is
+      ValueError: Shapes do not fit each other, an option is out of range, or ``implementation`` is
         unknown, not built, or cannot serve this call.
 
     Source: online softmax by tiles, as in FlashAttention (Dao et al., 2022, section 3.1); grouped
-    queries, Ainslie et al., 2023.
+    queries, Ainslie et al., 2023; soft caps, Gemma 2 (2024), section 2; sinks, a learned variant of
+    StreamingLLM's (Xiao et al., 2023), as in gpt-oss.
     """
     call = checks.check_call(
-        q, k, v, positions, layer=layer, scale=scale, chunk_invariant=chunk_invariant
+        q,
+        k,
+        v,
+        positions,
+        layer=layer,
+        starts=starts,
+        sinks=sinks,
+        scale=scale,
+        sliding_window=sliding_window,
+        logits_soft_cap=logits_soft_cap,
+        chunk_invariant=chunk_invariant,
     )
     return_lse = checks.as_flag("return_lse", return_lse)
     wanted = dispatch.check_implementation(implementation)
     if wanted:
-        dispatch.check_can_serve(call, wanted, (q, k, v, positions, layer))
+        dispatch.check_can_serve(call, wanted, (q, k, v, positions, layer, starts, sinks))
     config = transforms.Config(call.options, implementation=wanted, return_lse=return_lse)
     results = _attend(config, call.operands)
     if call.unbatched:

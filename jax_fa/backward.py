@@ -35,7 +35,7 @@ class Operands(NamedTuple):
     d_out: jax.Array  # [B, T, Hq, D]
     d_lse: jax.Array  # [B, T, Hq]
     starts: jax.Array | None = None  # [B] or [B, T]
-    sinks: jax.Array | None = None  # [Hq]
+    sinks: jax.Array | None = None  # [B, Hq]
 
 
 class Score(NamedTuple):
@@ -71,7 +71,7 @@ def gradients(
     sliding_window: int | None = None,
     logits_soft_cap: float | None = None,
 ) -> list[jax.Array]:
-    """[d_q, d_k, d_v], and d_sinks where there are sinks: shapes of the operands, float32.
+    """[d_q, d_k, d_v], and d_sinks where there are sinks: shapes of the operands, in float32.
 
     Rows that see nothing and slots that no row sees get exactly 0, whatever they hold. A sink gets
     its share of every row, also of those that see nothing else: their lse is the sink.
@@ -91,9 +91,8 @@ def gradients(
     )
     first = jnp.arange(k_blocks.shape[0], dtype=jnp.int32) * np.int32(_KV_BLOCK)
     slots = Slots(k_blocks, v_blocks, first)
-    sink = None
-    if operands.sinks is not None:
-        sink = operands.sinks.astype(jnp.float32).reshape(rows["d_lse"].shape[-2:])
+    sinks, heads = operands.sinks, rows["d_lse"].shape[-2:]
+    sink = None if sinks is None else sinks.reshape(q.shape[0], 1, *heads)
 
     rows |= jax.lax.map(lambda row: _statistics(row, slots, sink, score), rows)
 
@@ -112,12 +111,12 @@ def gradients(
     d_q_blocks, (d_k_blocks, d_v_blocks) = jax.lax.scan(kv_block, jnp.zeros_like(rows["q"]), slots)
     d_q = _where(live, _from_blocks(d_q_blocks, q.shape[1]).reshape(q.shape))
     found = [d_q, *(_from_blocks(x, kv_len) for x in (d_k_blocks, d_v_blocks))]
-    if sink is None:
+    if sinks is None:
         return found
-    sink = sink[None, None, None]  # rows: [blocks, B, t, g, r]
+    sink = sinks.reshape(1, q.shape[0], 1, *heads)  # beside rows, [blocks, B, t, g, r]
     shares = -jnp.exp(sink - rows["lse"]) * rows["delta"]
     shares = jnp.where(jnp.isneginf(sink), 0.0, shares)
-    return [*found, jnp.sum(shares, axis=(0, 1, 2)).reshape(-1)]
+    return [*found, jnp.sum(shares, axis=(0, 2)).reshape(sinks.shape)]
 
 
 def _where(mask: jax.Array, x: jax.Array) -> jax.Array:
@@ -199,7 +198,7 @@ def _statistics(row: Rows, slots: Slots, sink: jax.Array | None, score: Score) -
     zeros = jnp.zeros_like(row["d_lse"])
     start = (jnp.full_like(zeros, -jnp.inf), zeros, zeros)
     if sink is not None:
-        sink = zeros + sink[None, None]
+        sink = zeros + sink
         top = jax.lax.stop_gradient(sink)
         start = (top, jnp.exp(sink - _anchor(top)), zeros)
     (top, total, weighted), _ = jax.lax.scan(kv_block, start, slots)

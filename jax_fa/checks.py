@@ -140,8 +140,12 @@ def _clip_on_device(positions: jax.Array) -> jax.Array:
     return clipped
 
 
+def _axes(extents: tuple[Any, ...]) -> str:
+    return "[" + ", ".join(str(extent) for extent in extents) + "]"
+
+
 def _shape(array: Any) -> str:
-    return "[" + ", ".join(str(extent) for extent in array.shape) + "]"
+    return _axes(array.shape)
 
 
 def check_cache_shapes(
@@ -238,7 +242,7 @@ def check_positions_shape(positions: jax.Array, tokens: jax.Array, name: str = "
     if positions.shape != wanted:
         raise ValueError(
             f"positions has shape {_shape(positions)}, {name} has {_shape(tokens)}; positions must "
-            f"be [{', '.join(str(extent) for extent in wanted)}], one for each token."
+            f"be {_axes(wanted)}, one for each token."
         )
 
 
@@ -246,25 +250,29 @@ def as_scale(scale: Any, head_dim: int) -> float:
     """The factor on q.k, rounded to float32; None means 1 / sqrt(head_dim)."""
     if scale is None:
         return float(np.float32(1.0 / math.sqrt(head_dim)))
-    if isinstance(scale, jax.core.Tracer):
+    value = _as_static_float("scale", scale, ", or multiply q by the factor")
+    if not math.isfinite(value):
+        raise ValueError(f"scale is {scale!r}; it must be finite in float32.")
+    return value
+
+
+def _as_static_float(name: str, number: Any, way_out: str = "") -> float:
+    """A number that is compiled into the program, rounded to float32; it may be infinite or NaN."""
+    if isinstance(number, jax.core.Tracer):
         raise TypeError(
-            "scale is a traced value; it is compiled into the program, so it must be a Python "
-            "number (inside jit, jnp values are traced: use numpy or math, or multiply q by the "
-            "factor)."
+            f"{name} is a traced value; it is compiled into the program, so it must be a Python "
+            f"number (inside jit, jnp values are traced: use numpy or math{way_out})."
         )
-    if isinstance(scale, bool | str | bytes | complex) or np.ndim(scale) != 0:
-        raise TypeError(f"scale is {scale!r}; it must be a real number.")
+    if isinstance(number, bool | np.bool_ | str | bytes | complex) or np.ndim(number) != 0:
+        raise TypeError(f"{name} is {number!r}; it must be a real number.")
     try:
-        value = float(scale)
+        value = float(number)
     except OverflowError:
         value = math.inf
     except (TypeError, ValueError) as error:
-        raise TypeError(f"scale is {scale!r}; it must be a real number.") from error
+        raise TypeError(f"{name} is {number!r}; it must be a real number.") from error
     with np.errstate(over="ignore"):
-        rounded = np.float32(value)
-    if not np.isfinite(rounded):
-        raise ValueError(f"scale is {value!r}; it must be finite in float32.")
-    return float(rounded)
+        return float(np.float32(value))
 
 
 def as_flag(name: str, value: Any) -> bool:
@@ -274,6 +282,84 @@ def as_flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
+def as_sliding_window(window: Any) -> int | None:
+    """W, the number of slots that a row sees at most; None where it can hide none."""
+    if window is None:
+        return None
+    if isinstance(window, jax.core.Tracer):
+        raise TypeError(
+            "sliding_window is a traced value; it is compiled into the program, so it must be a "
+            "Python integer (a bound that is data goes into starts=)."
+        )
+    if isinstance(window, tuple | list):
+        raise TypeError(
+            f"sliding_window is {window!r}; it must be one integer W: a row at position p sees at "
+            "most the W slots p - W + 1 .. p, itself included. The (left, right) of FlashAttention "
+            "and of jax.nn is left = W - 1, with right = 0."
+        )
+    if isinstance(window, bool | np.bool_) or not isinstance(window, int | np.integer):
+        raise TypeError(
+            f"sliding_window is {window!r}; it must be an integer, at least 1, or None."
+        )
+    if window < 1:
+        raise ValueError(
+            f"sliding_window is {window}; it must be at least 1: a row counts itself (None, not 0 "
+            "or -1, stands for no window)."
+        )
+    return None if window > _INT32_MAX else int(window)
+
+
+def as_logits_soft_cap(cap: Any) -> float | None:
+    """The bound that scores approach, rounded to float32."""
+    if cap is None:
+        return None
+    value = _as_static_float("logits_soft_cap", cap)
+    if not 0 < value < math.inf:
+        raise ValueError(
+            f"logits_soft_cap is {cap!r}; it must be finite and above 0 in float32 (None, not 0, "
+            "stands for no cap)."
+        )
+    return value
+
+
+def as_starts(starts: Any, q: jax.Array) -> jax.Array | None:
+    """The first slot that each sequence of q, or each token, may see: int32, B or B T.
+
+    q is [B, T, Hq, D], or [T, Hq, D], whose one sequence has a starts of no axes, or T.
+    """
+    if starts is None:
+        return None
+    if isinstance(starts, int | np.integer) and not isinstance(starts, bool):
+        starts = np.asarray(starts)
+    starts = as_positions(starts, "starts")
+    of_sequences, of_tokens = q.shape[:-3], q.shape[:-2]
+    if starts.shape not in (of_sequences, of_tokens):
+        raise ValueError(
+            f"starts has shape {_shape(starts)}, q has {_shape(q)}; starts must be "
+            f"{_axes(of_sequences)}, one for each sequence, or {_axes(of_tokens)}, one for each "
+            "token."
+        )
+    return starts
+
+
+def as_sinks(sinks: Any, q: jax.Array) -> jax.Array | None:
+    """One logit for each query head, float32."""
+    if sinks is None:
+        return None
+    sinks = as_array("sinks", sinks)
+    if not jnp.issubdtype(sinks.dtype, jnp.floating):
+        raise TypeError(
+            f"sinks has dtype {sinks.dtype}; it must be a floating dtype "
+            "(for example sinks.astype(jnp.float32))."
+        )
+    if sinks.shape != q.shape[-2:-1]:
+        raise ValueError(
+            f"sinks has shape {_shape(sinks)}, q has {_shape(q)}; sinks must be "
+            f"[{q.shape[-2]}], one logit for each query head."
+        )
+    return sinks.astype(jnp.float32)
+
+
 def check_call(
     q: Any,
     k: Any,
@@ -281,7 +367,11 @@ def check_call(
     positions: Any,
     *,
     layer: Any = None,
+    starts: Any = None,
+    sinks: Any = None,
     scale: Any = None,
+    sliding_window: Any = None,
+    logits_soft_cap: Any = None,
     chunk_invariant: Any = True,
 ) -> Call:
     """Applies every rule of the contract that can be applied without data."""
@@ -293,16 +383,20 @@ def check_call(
     check_cache_shapes(k, v, stacked=stacked)
     _check_query_shape(q, k, stacked)
     check_positions_shape(positions, q)
+    starts, sinks = as_starts(starts, q), as_sinks(sinks, q)
     unbatched = q.ndim == 3
     if unbatched:
         q, positions = q[None], positions[None]
+        starts = None if starts is None else starts[None]
         k, v = (jnp.expand_dims(x, int(stacked)) for x in (k, v))
     layer = as_layer(layer, k.shape[0]) if stacked else None
     options = Options(
         scale=as_scale(scale, q.shape[-1]),
+        sliding_window=as_sliding_window(sliding_window),
+        logits_soft_cap=as_logits_soft_cap(logits_soft_cap),
         chunk_invariant=as_flag("chunk_invariant", chunk_invariant),
     )
-    return Call(Operands(q, k, v, positions, layer), options, unbatched)
+    return Call(Operands(q, k, v, positions, layer, starts, sinks), options, unbatched)
 
 
 def check_new_rows(k: jax.Array, v: jax.Array, k_cache: jax.Array, stacked: bool = False) -> None:

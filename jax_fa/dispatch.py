@@ -96,8 +96,11 @@ def _problem(call: checks.Call) -> Any:
         problem.layers = k.shape[0]
     problem.q_dtype = getattr(table.DType, str(q.dtype))
     problem.kv_dtype = getattr(table.DType, str(k.dtype))
+    problem.has_starts = call.operands.starts is not None
+    problem.has_sinks = call.operands.sinks is not None
     for name, value in vars(call.options).items():
-        setattr(problem, name, value)
+        if value is not None:
+            setattr(problem, name, value)
     return problem
 
 
@@ -165,19 +168,20 @@ def check_can_serve(call: checks.Call, wanted: str, operands: tuple[Any, ...]) -
         )
 
 
-def _check_shapes(*operands: Any, **options: Any) -> checks.Call:
+def _check_shapes(**arguments: Any) -> checks.Call:
     """checks.check_call, which also takes operands that are shapes without data."""
-    if not any(isinstance(x, jax.ShapeDtypeStruct) for x in operands):
-        return checks.check_call(*operands, **options)
+    shapes = {n: x for n, x in arguments.items() if isinstance(x, jax.ShapeDtypeStruct)}
+    if not shapes:
+        return checks.check_call(**arguments)
     calls: list[checks.Call] = []
 
-    def check(*traced: Any) -> None:
-        call = checks.check_call(*traced, **options)
+    def check(traced: dict[str, Any]) -> None:
+        call = checks.check_call(**arguments | traced)
         # Tracers may not outlive the trace.
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), call.operands)
         calls.append(replace(call, operands=shapes))
 
-    jax.eval_shape(check, *operands)
+    jax.eval_shape(check, shapes)
     return calls[0]
 
 
@@ -188,7 +192,11 @@ def explain(
     positions: Any,
     *,
     layer: Any = None,
+    starts: Any = None,
+    sinks: Any = None,
     scale: float | None = None,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
     return_lse: bool = False,
     chunk_invariant: bool = True,
     implementation: str | None = None,
@@ -199,13 +207,17 @@ def explain(
     Nothing is computed or compiled; inside ``jit`` it looks at the traced shapes.
 
     Args:
-      q: As for :func:`jax_fa.prefill_attention`, and so are k, v, positions and the options; all
-        four may also be ``jax.ShapeDtypeStruct``.
+      q: As for :func:`jax_fa.prefill_attention`, and so are the others and the options; arrays
+        may also be ``jax.ShapeDtypeStruct``.
       k: See q.
       v: See q.
       positions: See q.
-      layer: See q; an integer or an array, any layer of the stack.
+      layer: See q; any layer of the stack.
+      starts: See q.
+      sinks: See q.
       scale: See q.
+      sliding_window: See q.
+      logits_soft_cap: See q.
       return_lse: See q; every kernel can return it.
       chunk_invariant: See q.
       implementation: See q. With a name, the answer is that kernel or None.
@@ -219,11 +231,22 @@ def explain(
       TypeError, ValueError: What ``prefill_attention`` would raise for the same arguments.
     """
     checks.as_flag("return_lse", return_lse)
-    options = {"layer": layer, "scale": scale, "chunk_invariant": chunk_invariant}
-    call = _check_shapes(q, k, v, positions, **options)
+    call = _check_shapes(
+        q=q,
+        k=k,
+        v=v,
+        positions=positions,
+        layer=layer,
+        starts=starts,
+        sinks=sinks,
+        scale=scale,
+        sliding_window=sliding_window,
+        logits_soft_cap=logits_soft_cap,
+        chunk_invariant=chunk_invariant,
+    )
     wanted = check_implementation(implementation)
     if device is None:
-        device = next(iter(_devices_of((q, k, v, positions, layer))), None)
+        device = next(iter(_devices_of((q, k, v, positions, layer, starts, sinks))), None)
     device = _check_device(device)
     reasons = refusals_on(call, device)
     able = [name for name, reason in reasons.items() if not reason]

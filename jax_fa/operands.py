@@ -27,6 +27,8 @@ class Operands(NamedTuple):
     v: Any
     positions: Any
     layer: Any = None
+    starts: Any = None
+    sinks: Any = None
 
     @property
     def optional_names(self) -> str:
@@ -40,16 +42,23 @@ class Options:
     """What is compiled into a call: attributes, and fields of AttentionProblem, of these names.
 
     Hashed and compared by JAX's caches, so types are exact: a np.float32 would compare equal to a
-    float and hide a wrongly typed attribute. ``scale`` is a float that holds a float32 value.
+    float and hide a wrongly typed attribute. Floats hold float32 values. None: there is none.
     """
 
     scale: float
-    chunk_invariant: bool
+    sliding_window: int | None = None
+    logits_soft_cap: float | None = None
+    chunk_invariant: bool = True
 
     def attributes(self) -> dict[str, Any]:
-        """The options in the types that the handlers read."""
-        types = {float: np.float32, bool: bool}
-        return {name: types[type(value)](value) for name, value in vars(self).items()}
+        """The options that there are, in the types that the handlers read."""
+        types = {float: np.float32, int: np.int32, bool: bool}
+        there = {name: value for name, value in vars(self).items() if value is not None}
+        return {name: types[type(value)](value) for name, value in there.items()}
+
+    def of_definition(self) -> dict[str, Any]:
+        """The options that say what is computed, as reference.attend and gradients take them."""
+        return {name: x for name, x in vars(self).items() if name != "chunk_invariant"}
 
 
 # The axes of each array in order: B sequences, T tokens, S slots, Hq and Hk heads, D, L layers. One
@@ -62,6 +71,8 @@ _TABLE = {
     "v": ("[L] B S Hk D", _LEADS),
     "positions": ("B T", _FOLLOWS),
     "layer": ("", _FOLLOWS),
+    "starts": ("B [T]", _FOLLOWS),
+    "sinks": ("[B] Hq", _FOLLOWS),
     "out": ("B T Hq D", _LEADS),
     "lse": ("B T Hq", _LEADS),
 }

@@ -19,7 +19,11 @@ class CallOptions(TypedDict, total=False):
     """What :func:`jax_fa.prefill_attention` takes by name, but for what tells how to compute it."""
 
     layer: Any
+    starts: Any
+    sinks: Any
     scale: float | None
+    sliding_window: int | None
+    logits_soft_cap: float | None
     chunk_invariant: bool
 
 
@@ -58,14 +62,20 @@ def prefill_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """:func:`jax_fa.prefill_attention` by its definition; the same arguments, results and errors.
 
-    scores = scale * q·k, masked by position, softmax, times V; K and V as they are stored, all in
-    float32, the result rounded once to q's dtype. ``chunk_invariant`` changes nothing here.
+    scores = scale * q·k, soft-capped, masked, softmax with the sink as one more column, times V; K
+    and V as they are stored, all in float32, the result rounded once to q's dtype.
+    ``chunk_invariant`` changes nothing here.
     """
     call = checks.check_call(q, k, v, positions, **options)
     operands = call.operands
     if operands.layer is not None:
         operands = stacks.without_layer(operands)
-    out, lse = attend(*operands[:4], scale=call.options.scale)
+    out, lse = attend(
+        *operands[:4],
+        starts=operands.starts,
+        sinks=operands.sinks,
+        **call.options.of_definition(),
+    )
     if call.unbatched:
         out, lse = out[0], lse[0]
     return (out, lse) if checks.as_flag("return_lse", return_lse) else out

@@ -23,7 +23,11 @@ def sequence_parallel_prefill_attention(
     *,
     axis_name: str | tuple[str, ...],
     layer: Any = None,
+    starts: Any = None,
+    sinks: Any = None,
     scale: float | None = None,
+    sliding_window: int | None = None,
+    logits_soft_cap: float | None = None,
     return_lse: bool = False,
     chunk_invariant: bool = True,
     implementation: str | None = None,
@@ -50,7 +54,11 @@ def sequence_parallel_prefill_attention(
       axis_name: The axis of the mesh that S is split over, or several, the major one first.
       layer: As for :func:`jax_fa.prefill_attention`, and so are the following; k and v are then
         stacks, ``[L, B, S/n, Hk, D]`` or ``[L, S/n, Hk, D]``.
+      starts: See layer; first slots of the whole cache. The same on all devices.
+      sinks: See layer. The same on all devices; joined once.
       scale: See layer.
+      sliding_window: See layer.
+      logits_soft_cap: See layer.
       return_lse: See layer.
       chunk_invariant: See layer.
       implementation: See layer.
@@ -60,14 +68,24 @@ def sequence_parallel_prefill_attention(
 
     Raises:
       TypeError, ValueError: What :func:`jax_fa.prefill_attention` raises; and ``axis_name`` is not
-        an axis of a ``shard_map`` around the call, q or positions vary over it or k or v do
-        not (told with ``check_vma=True``), or S exceeds what positions reach.
+        an axis of a ``shard_map`` around the call, k or v do not vary over it or something else
+        does (told with ``check_vma=True``), or S exceeds what positions reach.
 
     Source: FlashAttention (Dao et al., 2022), section 3.1, for the merging; Flash-Decoding (Dao et
     al., 2023) for splitting S.
     """
     call = checks.check_call(
-        q, k, v, positions, layer=layer, scale=scale, chunk_invariant=chunk_invariant
+        q,
+        k,
+        v,
+        positions,
+        layer=layer,
+        starts=starts,
+        sinks=sinks,
+        scale=scale,
+        sliding_window=sliding_window,
+        logits_soft_cap=logits_soft_cap,
+        chunk_invariant=chunk_invariant,
     )
     return_lse = checks.as_flag("return_lse", return_lse)
     shards, index = _place_on(axis_name)
@@ -85,20 +103,25 @@ def sequence_parallel_prefill_attention(
     # A row that sees none of these slots comes out negative, which is padding here. Clamped first:
     # the most negative int32 less anything would not be.
     here = jnp.maximum(operands.positions, -1) - index * slots
+    starts_here = operands.starts
+    if starts_here is not None:
+        starts_here = jnp.maximum(starts_here, 0) - index * slots
+    # Sinks count once, in the merged state.
+    local = operands._replace(positions=here, starts=starts_here, sinks=None)
     state = api.prefill_attention(
-        **operands._replace(positions=here)._asdict(),
+        **local._asdict(),
         **vars(call.options),
         return_lse=True,
         implementation=implementation,
     )
-    if 0 in call.operands.q.shape[:2]:
+    if 0 in operands.q.shape[:2]:
         # No rows; XLA gathers along no axis of length 0. Of q, the same on all devices.
-        out, lse = call.operands.q, call.operands.q[..., 0].astype(jnp.float32)
+        out, lse = operands.q, operands.q[..., 0].astype(jnp.float32)
     else:
         # Its transpose would be wrong (jax 0.10) where types do not tell what varies.
         gather_to = "invarying" if varying_is_checked else "varying"
         gather = functools.partial(jax.lax.all_gather, axis_name=axis_name, to=gather_to)
-        out, lse = _merge_over(axis_name, shards, gather, *state)
+        out, lse = _merge_over(axis_name, shards, gather, *state, operands.sinks)
     if call.unbatched:
         out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out
@@ -125,11 +148,14 @@ def _place_on(axis_name: Any) -> tuple[int, jax.Array]:
 def _check_split(call: checks.Call, axis_name: str | tuple[str, ...]) -> None:
     """S alone is split over the axis."""
     axes = {axis_name} if isinstance(axis_name, str) else set(axis_name)
-    for name in ("q", "positions"):
-        if axes & jax.typeof(getattr(call.operands, name)).mat.varying:
+    for name, operand in call.operands._asdict().items():
+        if name in ("k", "v", "layer") or operand is None:
+            continue
+        if axes & jax.typeof(operand).mat.varying:
             raise ValueError(
                 f"{name} varies over axis_name={axis_name!r}; all devices of it must have the same "
-                "(leave the axis out of its in_specs; positions are slots of the whole cache)."
+                "(leave the axis out of its in_specs; positions and starts are slots of the whole "
+                "cache)."
             )
     for name in ("k", "v"):
         if axes - jax.typeof(getattr(call.operands, name)).mat.varying:
@@ -140,25 +166,35 @@ def _check_split(call: checks.Call, axis_name: str | tuple[str, ...]) -> None:
 
 
 def _merge_over(
-    axis_name: str | tuple[str, ...], shards: int, gather: Any, out: jax.Array, lse: jax.Array
+    axis_name: str | tuple[str, ...],
+    shards: int,
+    gather: Any,
+    out: jax.Array,
+    lse: jax.Array,
+    sinks: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """The merged states of all devices, [B, T, Hq, D] and [B, T, Hq], on all of them."""
     batch, tokens = lse.shape[:2]
     if tokens % shards != 0:
-        return _merge_in_order(gather(out), gather(lse))
+        return _merge_in_order(gather(out), gather(lse), sinks)
 
     def exchange(x: jax.Array) -> jax.Array:
         """Each device's T/n rows of mine for my T/n rows of each, [n, B, T/n, ...]."""
         rows = x.reshape(batch, shards, tokens // shards, *x.shape[2:])
         return jax.lax.all_to_all(jnp.moveaxis(rows, 1, 0), axis_name, 0, 0, tiled=True)
 
-    merged_out, merged_lse = _merge_in_order(exchange(out), exchange(lse))
+    merged_out, merged_lse = _merge_in_order(exchange(out), exchange(lse), sinks)
     return gather(merged_out, axis=1, tiled=True), gather(merged_lse, axis=1, tiled=True)
 
 
-def _merge_in_order(outs: jax.Array, lses: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """[n, ...] states to one, in float32 until the end."""
+def _merge_in_order(
+    outs: jax.Array, lses: jax.Array, sinks: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """[n, ...] states, and the sinks [Hq] if any, to one, in float32 until the end."""
     state = (outs[0].astype(jnp.float32), lses[0])
     for out, lse in zip(outs[1:], lses[1:], strict=True):
         state = states.merge_states(*state, out.astype(jnp.float32), lse)
+    if sinks is not None:  # a state of its own: the value 0, with the sink as its lse
+        sink = jnp.broadcast_to(sinks, state[1].shape)
+        state = states.merge_states(*state, jnp.zeros_like(state[0]), sink)
     return state[0].astype(outs.dtype), state[1]

@@ -76,10 +76,11 @@ class Split:
         return on_shards
 
     def local_gradients(self, call: Call, tokens: Any) -> Call:
-        """``call``, from backward.Operands to d_q, d_k, d_v, on one device.
+        """``call``, from backward.Operands to d_q, d_k, d_v and d_sinks, on one device.
 
         Its rows are its own, and so is their d_q; what they add to d_k and d_v is summed over the
-        devices that have the same slots and kv heads. ``tokens`` is T: rows that only pad a shard
+        devices that have the same slots and kv heads, d_sinks over those that have rows of the same
+        sequences and query heads. ``tokens`` is T: rows that only pad a shard
         to its size could hold anything, and count as rows that see nothing.
         """
         over = (*self.tokens, *self.sharing)
@@ -92,12 +93,15 @@ class Split:
             gradients = self.local(call)(operands._replace(lse=lse))
             if not over:
                 return gradients
-            d_q, *d_kv = gradients
+            d_q, d_k, d_v, *d_sinks = gradients
+            d_kv = [d_k, d_v]
             head = self._kv_head(operands)
             if head is not None:
                 of_all = jnp.zeros(k.shape, d_kv[0].dtype)
                 d_kv = [jax.lax.dynamic_update_slice_in_dim(of_all, x, head, 2) for x in d_kv]
-            return [d_q, *jax.lax.psum(d_kv, over)]
+            if self.tokens:
+                d_sinks = jax.lax.psum(d_sinks, self.tokens)
+            return [d_q, *jax.lax.psum(d_kv, over), *d_sinks]
 
         return on_shards
 

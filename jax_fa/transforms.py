@@ -199,59 +199,89 @@ def _attend_forward(config: Config, operands: Operands) -> tuple[list[jax.Array]
 
 def _attend_backward(config: Config, residuals: Any, cotangents: list[jax.Array]) -> Any:
     operands, layer, layers, lse = residuals
-    q, k, v, positions, _ = operands
-    d_out = cotangents[0]
-    d_lse = cotangents[1] if config.return_lse else jnp.zeros_like(lse)
+    q, k, v, positions, *_ = operands
+    sinks = operands.sinks
+    by_sequence = sinks
+    if sinks is not None and sinks.ndim == 1:
+        # Each sequence's own, as whatever splits or maps the batch can have them; summed below.
+        by_sequence = jnp.broadcast_to(sinks, (q.shape[0], *sinks.shape))
     found = _gradients(
-        config.options.scale, backward.Operands(q, k, v, positions, lse, d_out, d_lse)
+        config.options,
+        backward.Operands(
+            q,
+            k,
+            v,
+            positions,
+            lse,
+            d_out=cotangents[0],
+            d_lse=cotangents[1] if config.return_lse else jnp.zeros_like(lse),
+            starts=operands.starts,
+            sinks=by_sequence,
+        ),
     )
-    d_q, d_k, d_v = (d.astype(x.dtype) for d, x in zip(found, (q, k, v), strict=True))
+    d_q, d_k, d_v = (d.astype(x.dtype) for d, x in zip(found, (q, k, v), strict=False))
     if layer is not None:
         d_k, d_v = (stacks.with_zeros(d, layers, layer) for d in (d_k, d_v))
-    return (Operands(d_q, d_k, d_v, positions=None),)  # integers have no gradient
+    # Integers have no gradient.
+    gradients = Operands(d_q, d_k, d_v, positions=None)
+    if sinks is not None:
+        d_sinks = found[3] if sinks.ndim == 2 else jnp.sum(found[3], axis=0)
+        gradients = gradients._replace(sinks=d_sinks)
+    return (gradients,)
 
 
 _differentiable_call.defvjp(_attend_forward, _attend_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gradients(scale: float, operands: backward.Operands) -> list[jax.Array]:
+def _gradients(options: Options, operands: backward.Operands) -> list[jax.Array]:
     """backward.gradients with rules of its own: rows that devices split need not be gathered."""
-    return _mappable_gradients(scale)(operands)
+    return _mappable_gradients(options)(operands)
 
 
-def _gradients_forward(scale: float, operands: backward.Operands) -> tuple[list[jax.Array], Any]:
-    return _gradients(scale, operands), operands
+def _gradients_forward(
+    options: Options, operands: backward.Operands
+) -> tuple[list[jax.Array], Any]:
+    return _gradients(options, operands), operands
 
 
 def _gradients_backward(
-    scale: float, operands: backward.Operands, cotangents: list[jax.Array]
+    options: Options, operands: backward.Operands, cotangents: list[jax.Array]
 ) -> Any:
     def plain(floats: dict[str, jax.Array]) -> list[jax.Array]:
-        return backward.gradients(operands._replace(**floats), scale)
+        return _plain_gradients(options)(operands._replace(**floats))
 
-    floats = {n: x for n, x in operands._asdict().items() if n != "positions"}
+    there = {name: x for name, x in operands._asdict().items() if x is not None}
+    floats = {n: x for n, x in there.items() if jnp.issubdtype(x.dtype, jnp.floating)}
     _, pull_back = jax.vjp(plain, floats)
-    return (backward.Operands(**pull_back(cotangents)[0] | {"positions": None}),)
+    none = dict.fromkeys(operands._fields)
+    return (backward.Operands(**none | pull_back(cotangents)[0]),)
 
 
 _gradients.defvjp(_gradients_forward, _gradients_backward)
 
 
+def _plain_gradients(options: Options) -> Callable[[backward.Operands], list[jax.Array]]:
+    return functools.partial(backward.gradients, **options.of_definition())
+
+
 @functools.cache
-def _mappable_gradients(scale: float) -> Callable[[backward.Operands], list[jax.Array]]:
-    plain = functools.partial(backward.gradients, scale=scale)
+def _mappable_gradients(options: Options) -> Callable[[backward.Operands], list[jax.Array]]:
+    plain = _plain_gradients(options)
 
     @jax.custom_batching.custom_vmap
     def call(operands: backward.Operands) -> list[jax.Array]:
         if partitioning.in_shard_map():
             return plain(operands)
+        results = [form("d_q", 4), form("d_k", 4), form("d_v", 4)]
+        if operands.sinks is not None:
+            results.append(form("d_sinks", 2))
         signature = partitioning.Signature(
             split.Layout(operands.q.shape[2], operands.k.shape[2]),
             operands=forms(operands),
-            results=(form("d_q", 4), form("d_k", 4), form("d_v", 4)),
+            results=tuple(results),
         )
-        return list(_partitioned_gradients(scale, signature)(operands))
+        return list(_partitioned_gradients(options, signature)(operands))
 
     @call.def_vmap
     def rule(
@@ -271,10 +301,13 @@ def _mappable_gradients(scale: float) -> Callable[[backward.Operands], list[jax.
 
 
 @functools.cache
-def _partitioned_gradients(scale: float, signature: partitioning.Signature) -> Callable[..., Any]:
-    call = functools.partial(backward.gradients, scale=scale)
+def _partitioned_gradients(
+    options: Options, signature: partitioning.Signature
+) -> Callable[..., Any]:
+    call = _plain_gradients(options)
 
     def local(chosen: split.Split, tokens: Any) -> split.Call:
         return chosen.local_gradients(call, tokens)
 
-    return partitioning.partitioned(call, signature, local, _key(scale, "gradients"))
+    key = _key(options.scale, ("gradients", options))
+    return partitioning.partitioned(call, signature, local, key)

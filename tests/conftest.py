@@ -78,7 +78,7 @@ def attention(kernel):
     """
 
     def call(q, k, v, positions, **options):
-        asked = {name: options[name] for name in ("scale", "layer") if name in options}
+        asked = {name: x for name, x in options.items() if name != "return_lse"}
         answer = jax_fa.explain(q, k, v, positions, implementation=kernel, **asked)
         if not is_meant_to_serve(kernel, q.shape[-1], options.get("scale")):
             reason = answer.refusals[kernel]

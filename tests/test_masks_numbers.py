@@ -94,11 +94,14 @@ def gradients_of(case, **arrays):
     starts, sinks = (arrays.pop(n, options.pop(n, None)) for n in ("starts", "sinks"))
     starts, sinks = (x if x is None else jnp.asarray(x) for x in (starts, sinks))
     _, lse = reference_of(case, *(arrays[n] for n in "qkv"), sinks)
+    if sinks is not None:
+        sinks = jnp.broadcast_to(sinks, (lse.shape[0], *sinks.shape))
     operands = backward.Operands(
         **arrays, positions=jnp.asarray(case.positions), lse=lse, starts=starts, sinks=sinks
     )
     static = tuple(sorted(options.items()))
-    return _compiled_gradients(operands, case.scale, static)
+    d_q, d_k, d_v, *d_sinks = _compiled_gradients(operands, case.scale, static)
+    return [d_q, d_k, d_v, *(jnp.sum(d, axis=0) for d in d_sinks)]
 
 
 def _gradients(operands, scale, options):
